@@ -1,0 +1,35 @@
+"""What differs between CPU, GPU and TPU, decided here and nowhere else."""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def compiler_options() -> dict[str, str]:
+    """Options for programs that loop on the device.
+
+    XLA on CPU would hoist a converted copy of the whole embedding out of the loop; on other platforms nothing is changed.
+    """
+    if jax.default_backend() != "cpu":
+        return {}
+    passes = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+    return {"xla_disable_hlo_passes": passes}
+
+
+def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """How cached keys and values of `dtype` are stored. XLA on CPU widens a whole bf16 array to f32 in order to write or
+    gather a few rows of it, so there bf16 is stored as its bits."""
+    bits = jax.default_backend() == "cpu" and dtype == jnp.bfloat16
+    return jnp.dtype(jnp.uint16) if bits else jnp.dtype(dtype)
+
+
+def to_storage(values: Array, dtype: jnp.dtype) -> Array:
+    """Values in the dtype of the array that stores them."""
+    if dtype != jnp.uint16:
+        return values.astype(dtype)
+    return lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+
+
+def from_storage(stored: Array) -> Array:
+    """Stored keys or values as numbers."""
+    return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored

@@ -1,0 +1,115 @@
+"""The crossing between torch and JAX, and the lowering of a torch module to a pure JAX function.
+
+The only file that imports torchax. Its API is not stable; what changes there is mended here.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import Array, lax
+from torch import nn
+
+from bridge.torchax_import import forget_removed, quiet_accelerator, removed_overloads_named, version_line
+
+try:
+    with removed_overloads_named():
+        import torchax
+        import torchax.amp
+        import torchax.decompositions
+        import torchax.device_module
+        from torchax import interop
+except (ImportError, AttributeError) as error:
+    raise ImportError(f"{version_line()} ({error})") from error
+
+forget_removed(torchax.amp.autocast_policy)
+quiet_accelerator(torchax.device_module)
+
+Params = dict[str, Array]
+
+# functional_call swaps a module's parameters while it is traced, so two traces at a time would corrupt it.
+_TRACING = threading.RLock()
+
+
+def take_rows(table: Array, ids: Array) -> Array:
+    """table[ids] along the first axis. A bf16 table is read as integers: XLA on CPU would first widen all of it to f32."""
+    if table.dtype != jnp.bfloat16:
+        return table[ids]
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """x [..., in] times weight [out, in], accumulated in f32, returned in x's dtype.
+
+    On CPU a bf16 product without the f32 accumulator is 5-7 times slower, and a single row takes a slow path: two do not.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.shape[0] == 1 and x.dtype == jnp.bfloat16:
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
+    out = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = out[: max(1, x.size // x.shape[-1])].astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+    return out if bias is None else out + bias
+
+
+def _environment() -> Any:
+    environment = torchax.default_env()
+    environment.override_op_definition(
+        torch.nn.functional.linear, lambda x, w, b=None: interop.call_jax(linear, x, w, b)
+    )
+    environment.override_op_definition(
+        torch.nn.functional.embedding, lambda ids, table, *_, **__: interop.call_jax(take_rows, table, ids)
+    )
+    return environment
+
+
+_ENVIRONMENT = _environment()
+
+
+def to_jax(tensor: torch.Tensor) -> Array:
+    """The same memory as a JAX array, no copy (fp32, bf16, int32; contiguous, 64-byte aligned as torch allocates)."""
+    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+
+
+def take_params(module: nn.Module) -> Params:
+    """The module's parameters and buffers as JAX arrays that share their memory; the module becomes a meta skeleton.
+
+    A tied parameter has one name, so it crosses once. Non-persistent buffers (inverse frequencies) cross too.
+    """
+    params = {name: to_jax(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    module.to("meta")
+    return params
+
+
+class _Method(nn.Module):
+    """Calls one method of `inner`, so that functional_call can reach it."""
+
+    def __init__(self, inner: nn.Module, name: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.name = name
+
+    def forward(self, *args: Any) -> Any:
+        return getattr(self.inner, self.name)(*args)
+
+
+def lower(module: nn.Module, method: str = "forward") -> Callable[..., Any]:
+    """A pure JAX function f(params, *args) of a torch module's method, to be traced by jax.jit.
+
+    Arrays cross as torch views and back; a JAX function among the arguments becomes a torch one; anything else (tuples of
+    ints, an attention cache) passes untouched. Raises KeyError when `params` does not name exactly the module's own.
+    """
+    bound = _Method(module, method)
+    expected = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+
+    def call(params: Params, *args: Any) -> Any:
+        if params.keys() != expected:
+            # functional_call ignores an unknown name silently.
+            raise KeyError(f"parameters do not fit the module: {sorted(params.keys() ^ expected)}")
+        state = {f"inner.{name}": interop.torch_view(array) for name, array in params.items()}
+        with _TRACING, _ENVIRONMENT:
+            return interop.jax_view(torch.func.functional_call(bound, state, interop.torch_view(args)))
+
+    return call

@@ -1,0 +1,50 @@
+"""The DFlash v1 drafter (arXiv:2602.06036, section 3; parameter names of the z-lab checkpoints).
+
+Letters: R rows, T tokens, B block_size, F tapped layers, D target hidden size, E drafter hidden size, L drafter layers,
+K key/value heads, d head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_dflash.config import DrafterConfig
+from torch_dflash.models.layers import Attend, DecoderLayer, RMSNorm
+from torch_dflash.models.rope import Rotary
+
+
+class Drafter(nn.Module):
+    """Neither embedding nor head: both are the target's."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        block = config.block
+        self.fc = nn.Linear(len(config.target_layer_ids) * block.hidden_size, block.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(block.hidden_size, block.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(block) for _ in config.layers)
+        self.norm = RMSNorm(block.hidden_size, block.rms_norm_eps)
+        self.rotary = Rotary(config.rope, block.head_dim)
+
+    def project(self, features: Tensor) -> Tensor:
+        """Features [R,T,F*D] -> context [R,T,E]"""
+        return self.hidden_norm(self.fc(features))
+
+    def absorb(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Context keys and values of all layers, each [L,R,T,K,d], for features [R,T,F*D] at positions [R,T].
+
+        The context is the same for every layer and skips the layers' input norm.
+        """
+        context, rotary = self.project(features), self.rotary(positions)
+        pairs = [layer.self_attn.key_value(context, rotary) for layer in self.layers]
+        return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+    def forward(self, noise: Tensor, positions: Tensor, attend: Attend, cache: Any) -> Tensor:
+        """Embedded noise block [R,B,E] at positions [R,B] -> normed hidden states [R,B,E].
+
+        `attend` lets the block see the context in `cache` and itself; block keys and values never persist.
+        """
+        rotary, hidden = self.rotary(positions), noise
+        for index, layer in enumerate(self.layers):
+            hidden, _ = layer(hidden, rotary, index, attend, cache)
+        return self.norm(hidden)

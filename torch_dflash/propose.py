@@ -1,0 +1,155 @@
+"""Proposers: what stands between two verifications. `DFlash` drafts a block; `Plain` drafts nothing (the baseline).
+
+Letters: R rows, T tokens, B block_size, K number of drafts used (<= B-1), F tapped layers, D target hidden size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+from bridge.attention import draft_attention
+from bridge.context import append, make_context
+from bridge.draft_cache import make_draft_cache, write_context
+from bridge.positions import block_positions
+from bridge.views import Params, lower
+from torch_dflash.config import DrafterConfig
+from torch_dflash.models.drafter import Drafter
+from torch_dflash.sampling import greedy
+from torch_dflash.state import DecodeState, DraftState
+from torch_dflash.verify import TargetFunctions
+
+AllParams = dict[str, Params]  # {"target": ..., "drafter": ...}
+
+
+class Proposer(Protocol):
+    """The seam between the step and a drafter."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose outputs this proposer wants."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Drafts per step; a verification has num_drafts + 1 tokens."""
+
+    def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState | None:
+        """Empty draft state for `rows` rows of `num_slots` positions."""
+
+    def prefill(
+        self, params: AllParams, draft: Any, rows: Array, features: Array, start: Array, num_new: Array
+    ) -> Any:
+        """Take the features [r,T,F*D] of a prompt chunk of the state rows `rows` int32[r]."""
+
+    def absorb(self, params: AllParams, state: DecodeState) -> Any:
+        """Draft state in which draft_len equals committed_len."""
+
+    def draft(self, params: AllParams, state: DecodeState) -> Array:
+        """draft_ids int32[R,K]; draft_ids[:, j] guesses position committed_len + j + 1."""
+
+    def commit(self, draft: Any, features: Array, num_new: Array) -> Any:
+        """Keep the features of the num_new[r] positions that verification has just committed."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """No drafts: a step is one token of plain decoding, on the same target function, pages and sampler."""
+
+    taps: tuple[int, ...] = ()
+    num_drafts: int = 0
+
+    def make_state(self, rows: int, num_slots: int, dtype: Any) -> None:
+        return None
+
+    def prefill(
+        self, params: AllParams, draft: None, rows: Array, features: Array, start: Array, num_new: Array
+    ) -> None:
+        return None
+
+    def absorb(self, params: AllParams, state: DecodeState) -> None:
+        return None
+
+    def draft(self, params: AllParams, state: DecodeState) -> Array:
+        return jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
+
+    def commit(self, draft: None, features: Array, num_new: Array) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """Block diffusion: one non-causal pass over [anchor, mask, ...] proposes the whole block (arXiv:2602.06036)."""
+
+    config: DrafterConfig
+    target: TargetFunctions
+    absorb_features: Callable[..., tuple[Array, Array]]
+    forward: Callable[..., Array]
+    num_drafts: int
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState:
+        block = self.config.block
+        cache = make_draft_cache(
+            len(self.config.layers), rows, block.num_kv_heads, num_slots, block.head_dim, dtype
+        )
+        feature_size = len(self.taps) * block.hidden_size
+        context = make_context(rows, self.config.block_size, feature_size, dtype)
+        return DraftState(cache, context, jnp.zeros(rows, jnp.int32))
+
+    def prefill(
+        self,
+        params: AllParams,
+        draft: DraftState,
+        rows: Array,
+        features: Array,
+        start: Array,
+        num_new: Array,
+    ) -> DraftState:
+        keys, values = self.absorb_features(
+            params["drafter"], features, block_positions(start, features.shape[1])
+        )
+        cache = write_context(draft.cache, keys, values, rows, start, num_new)
+        draft_len = draft.draft_len.at[rows].set(start + num_new, mode="drop")
+        return replace(draft, cache=cache, draft_len=draft_len)
+
+    def absorb(self, params: AllParams, state: DecodeState) -> DraftState:
+        """Everything pending goes into the draft cache: nothing twice, nothing lost."""
+        draft = state.draft
+        assert draft is not None
+        pending = state.committed_len - draft.draft_len
+        rows = jnp.arange(pending.shape[0])
+        return self.prefill(params, draft, rows, draft.context.features, draft.draft_len, pending)
+
+    def draft(self, params: AllParams, state: DecodeState) -> Array:
+        draft = state.draft
+        assert draft is not None
+        anchor = state.anchor[:, None]
+        noise_ids = jnp.pad(
+            anchor, ((0, 0), (0, self.config.block_size - 1)), constant_values=self.config.mask_token_id
+        )
+        noise = self.target.embed(params["target"], noise_ids)
+        positions = block_positions(draft.draft_len, self.config.block_size)
+        hidden = self.forward(params["drafter"], noise, positions, self._attend(draft), None)
+        return greedy(self.target.logits(params["target"], hidden[:, 1 : self.num_drafts + 1]))
+
+    def _attend(self, draft: DraftState) -> Callable[..., Any]:
+        def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
+            sees = self.config.layers[layer]
+            keys, values = draft.cache.keys[layer], draft.cache.values[layer]
+            return draft_attention(q, k, v, keys, values, draft.draft_len, sees.causal, sees.window), None
+
+        return attend
+
+    def commit(self, draft: DraftState, features: Array, num_new: Array) -> DraftState:
+        nothing = jnp.zeros_like(num_new)  # absorb has just emptied the buffer
+        return replace(draft, context=append(draft.context, features, nothing, num_new))
+
+
+def lower_dflash(module: Drafter, config: DrafterConfig, target: TargetFunctions, num_drafts: int) -> DFlash:
+    """The proposer of a drafter module. `num_drafts` is 1..block_size-1."""
+    return DFlash(config, target, lower(module, "absorb"), lower(module), num_drafts)
