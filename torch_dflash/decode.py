@@ -3,20 +3,39 @@
 Letters: R rows, r rows of one prefill call, T tokens of a prompt chunk, M pages per row, N steps, K number of drafts.
 """
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bridge.attention import make_pool
 from bridge.platform import compiler_options
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import greedy
-from torch_dflash.state import DecodeState, Round
+from torch_dflash.state import Capacity, DecodeState, Round
 from torch_dflash.verify import TargetFunctions, run_target
+
+
+def make_state(
+    target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype
+) -> DecodeState:
+    """An empty state on the device. Placed there explicitly: an unplaced first state would compile every program twice."""
+    block, rows = target.config.block, capacity.rows
+    pool = make_pool(
+        target.config.num_layers,
+        capacity.num_pages,
+        capacity.page_size,
+        block.num_kv_heads,
+        block.head_dim,
+        dtype,
+    )
+    lengths = [jnp.zeros(rows, jnp.int32) for _ in range(3)]  # three arrays: each is donated
+    state = DecodeState(pool, *lengths, proposer.make_state(rows, capacity.slots_per_row, dtype))
+    return jax.device_put(state, jax.devices()[0])
 
 
 def prefill(
@@ -30,11 +49,13 @@ def prefill(
     start: Array,
     num_new: Array,
     budget: Array,
+    stop_ids: Array,
 ) -> tuple[DecodeState, Array]:
     """Process one prompt chunk, ids int32[r,T] at positions start.. [r], of the state rows `rows` int32[r].
 
     Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is the row's first
-    emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0 before the last chunk).
+    emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0 before the last chunk); a token
+    in stop_ids int32[r,n] makes it 0.
     """
     with jax.named_scope("prefill"):
         hidden, features, pool = run_target(
@@ -42,7 +63,9 @@ def prefill(
         )
         draft = proposer.prefill(params, state.draft, rows, features, start, num_new)
         last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        token = greedy(target.logits(params["target"], last))[:, 0]
+        token = greedy(target.logits(params["target"], last))
+        budget = jnp.where(is_stop(token, stop_ids)[:, 0], 0, budget)
+        token = token[:, 0]
     state = DecodeState(
         pool=pool,
         committed_len=state.committed_len.at[rows].set(start + num_new),
@@ -61,7 +84,7 @@ def step(
     tables: Array,
     stop_ids: Array,
 ) -> tuple[DecodeState, Round]:
-    """One round for every active row. tables int32[R,M]; stop_ids int32[n], filled up with -1."""
+    """One round for every active row. tables int32[R,M]; stop_ids int32[R,n], filled up with -1."""
     active = state.budget > 0
     with jax.named_scope("absorb"):
         state = replace(state, draft=proposer.absorb(params, state))
@@ -89,13 +112,18 @@ def step(
     return state, done
 
 
+def is_stop(ids: Array, stop_ids: Array) -> Array:
+    """ids int32[R,T], stop_ids int32[R,n] -> bool[R,T]: the id is among its own row's stop ids."""
+    return (ids[:, :, None] == stop_ids[:, None, :]).any(axis=2)
+
+
 def commit(
     proposer: Proposer, state: DecodeState, done: Round, bonus: Array, features: Array, stop_ids: Array
 ) -> DecodeState:
     """Move active rows on by num_accepted + 1. Nothing is erased: the slots of rejected drafts lie inside the next block."""
     num_kept = jnp.where(done.active, done.num_accepted + 1, 0)
     emitted = jnp.arange(done.target_ids.shape[1]) < num_kept[:, None]
-    stopped = (jnp.isin(done.target_ids, stop_ids) & emitted).any(axis=1)
+    stopped = (is_stop(done.target_ids, stop_ids) & emitted).any(axis=1)
     return replace(
         state,
         committed_len=state.committed_len + num_kept,
@@ -140,23 +168,18 @@ def decode(
     return lax.while_loop(unfinished, one, (state, empty, jnp.int32(0)))
 
 
-@dataclass(frozen=True)
-class Programs:
-    """The two compiled entry points. Both donate the state."""
-
-    prefill: Callable[..., tuple[DecodeState, Array]]
-    decode: Callable[..., tuple[DecodeState, Round, Array]]
-    max_steps: int
+@functools.cache
+def prefill_program() -> Callable[..., tuple[DecodeState, Array]]:
+    """`prefill` compiled: once for each target, proposer and set of shapes. The state is donated."""
+    return jax.jit(prefill, static_argnames=("target", "proposer"), donate_argnames="state")
 
 
-def make_programs(target: TargetFunctions, proposer: Proposer, max_steps: int) -> Programs:
-    """Jit the entry points for one proposer; shapes decide what is compiled."""
-    return Programs(
-        prefill=jax.jit(partial(prefill, target, proposer), donate_argnames="state"),
-        decode=jax.jit(
-            partial(decode, target, proposer, max_steps),
-            donate_argnames="state",
-            compiler_options=compiler_options(),
-        ),
-        max_steps=max_steps,
+@functools.cache
+def decode_program() -> Callable[..., tuple[DecodeState, Round, Array]]:
+    """`decode` compiled: once for each target, proposer, max_steps and set of shapes. The state is donated."""
+    return jax.jit(
+        decode,
+        static_argnames=("target", "proposer", "max_steps"),
+        donate_argnames="state",
+        compiler_options=compiler_options(),
     )

@@ -6,7 +6,6 @@ Letters: R rows, L target layers, P pages of one layer, S page_size, K key/value
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from bridge.context import ContextBuffer
@@ -57,6 +56,20 @@ class Round:
     num_accepted: Array  # int32[R]
 
 
-def empty_rows(rows: int) -> tuple[Array, Array, Array]:
-    """committed_len, anchor and budget of empty rows: three separate arrays, since each is donated."""
-    return jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32)
+@dataclass(frozen=True)
+class Capacity:
+    """The shapes of the decoding memory: rows, pages a row may hold, positions a page holds."""
+
+    rows: int
+    pages_per_row: int
+    page_size: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of one layer, the NULL page included."""
+        return 1 + self.rows * self.pages_per_row
+
+    @property
+    def slots_per_row(self) -> int:
+        """Positions that fit in one row."""
+        return self.pages_per_row * self.page_size

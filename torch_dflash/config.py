@@ -1,0 +1,92 @@
+"""What a checkpoint says about itself, read once and checked. The only file that knows checkpoint key names.
+
+Letters: L layers, F number of tapped layers, B block_size.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DefaultRope:
+    """Rotary embedding without scaling. `theta` is the base."""
+
+    theta: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3.1 frequency scaling (HF `rope_type: llama3`)."""
+
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN scaling (HF `rope_type: yarn`). `attention_factor` is resolved by the reader: cos and sin are multiplied by it."""
+
+    theta: float
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+
+
+Rope = DefaultRope | Llama3Rope | YarnRope
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What one decoder layer needs to know; the target and the drafter share it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """A Llama or Qwen3 target. `context_limit` is max_position_embeddings: positions 0..context_limit-1 exist."""
+
+    architecture: str  # "llama" or "qwen3"
+    block: BlockConfig
+    num_layers: int
+    vocab_size: int
+    rope: Rope
+    context_limit: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """Visibility inside one drafter layer. `window` None: all context; else query q sees key k only if |q - k| < window."""
+
+    causal: bool
+    window: int | None
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash v1 drafter (z-lab layout). `layers` has one entry per layer; `target_layer_ids` are taps, in feature order."""
+
+    block: BlockConfig
+    layers: tuple[DraftLayer, ...]
+    rope: Rope
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    vocab_size: int
+    context_limit: int

@@ -1,0 +1,173 @@
+"""The Python API: prompts in, results or a stream of text out."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.positions import pages_for, power_of_two
+from torch_dflash.engine import PAGE_SIZE, Engine, Request, Run, positions_needed
+from torch_dflash.errors import InputError
+from torch_dflash.metrics import Stats, TraceEntry, accept_histogram, tau, tpot
+from torch_dflash.pair import Pair
+from torch_dflash.propose import Proposer
+from torch_dflash.state import Capacity
+from torch_dflash.tokenizer import Prompt, TextPieces, encode_prompt, eos_ids
+
+MAX_ROWS = 8
+STEPS_PER_DISPATCH = 8
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one prompt. `token_ids` are the new tokens only; `text` is None for a target without a tokenizer.
+
+    finish_reason: "stop" (the last token is a stop id) or "length" (budget or context used up). `trace` has one entry per
+    round when asked for, else it is None.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: str
+    stats: Stats
+    trace: tuple[TraceEntry, ...] | None
+
+
+def generate(
+    pair: Pair,
+    prompts: Prompt | Sequence[Prompt],
+    max_new_tokens: int = 64,
+    stop_token_ids: Sequence[int] = (),
+    num_drafts: int | None = None,
+    trace: bool = False,
+    *,
+    method: str | None = None,
+    ignore_eos: bool = False,
+    steps_per_dispatch: int = STEPS_PER_DISPATCH,
+) -> list[Result]:
+    """Greedy answers to a batch of any size, each token for token what the target alone would write.
+
+    prompts: texts, chat message lists or lists of token ids. The model's own end-of-text ids stop a text (unless `ignore_eos`),
+    and so do `stop_token_ids`; the stop id is the last token. num_drafts: drafts used per step, 1..block_size-1, all by default.
+    method: "dflash" (default where there is a drafter) or "plain", the baseline on the same path. Raises InputError.
+    """
+    proposer = pair.proposer(method, num_drafts)
+    stop_ids = _stop_ids(pair, stop_token_ids, ignore_eos)
+    requests = [_request(pair, i, p, max_new_tokens, stop_ids) for i, p in enumerate(_listed(prompts))]
+    runs = {r.index: Run(r, 0.0, finish_reason="length") for r in requests if r.max_new_tokens == 0}
+    engine, compile_time = _engine(pair, proposer, requests, steps_per_dispatch)
+    while engine is not None and not engine.idle:
+        runs |= {run.request.index: run for run, _ in engine.step()}
+    return [_result(pair, runs[r.index], proposer, compile_time, trace) for r in requests]
+
+
+def stream(
+    pair: Pair,
+    prompt: Prompt,
+    max_new_tokens: int = 64,
+    stop_token_ids: Sequence[int] = (),
+    num_drafts: int | None = None,
+    *,
+    method: str | None = None,
+    ignore_eos: bool = False,
+    steps_per_dispatch: int = 1,
+) -> Iterator[str]:
+    """The answer to one prompt, piece by piece as it is accepted. The pieces together are `generate`'s text."""
+    proposer = pair.proposer(method, num_drafts)
+    request = _request(pair, 0, prompt, max_new_tokens, _stop_ids(pair, stop_token_ids, ignore_eos))
+    if pair.tokenizer is None:
+        raise InputError("stream needs a tokenizer, and the target has none: use generate for token ids")
+    return _pieces(pair, proposer, request, steps_per_dispatch)
+
+
+def _pieces(pair: Pair, proposer: Proposer, request: Request, steps_per_dispatch: int) -> Iterator[str]:
+    pieces = TextPieces(pair.tokenizer)
+    for _, new_ids in follow(pair, proposer, request, steps_per_dispatch):
+        if piece := pieces.feed(new_ids):
+            yield piece
+    if piece := pieces.finish():
+        yield piece
+
+
+def follow(
+    pair: Pair, proposer: Proposer, request: Request, steps_per_dispatch: int
+) -> Iterator[tuple[Run, list[int]]]:
+    """Run one request; yields it with its new tokens after every dispatch."""
+    engine, _ = _engine(pair, proposer, [request], steps_per_dispatch)
+    while engine is not None and not engine.idle:
+        yield from engine.step()
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    """A single text, message list or id list is a batch of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if not listed:
+        raise InputError("prompts is empty: give at least one prompt")
+    single = all(isinstance(item, int) for item in listed) or all(isinstance(item, dict) for item in listed)
+    return [listed] if single else listed
+
+
+def _stop_ids(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
+    vocab_size = pair.target.config.vocab_size
+    for token in stop_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise InputError(f"stop_token_ids has {token!r}: use ids in 0..{vocab_size - 1}")
+    own = () if ignore_eos else eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
+    return tuple(sorted({*own, *stop_token_ids}))
+
+
+def _request(
+    pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]
+) -> Request:
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise InputError(f"max_new_tokens is {max_new_tokens!r}: use an integer >= 0")
+    ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
+    room = pair.target.config.context_limit - len(ids)
+    if room < 1:
+        raise InputError(
+            f"the prompt has {len(ids)} tokens and the target's context {pair.target.config.context_limit}: shorten it"
+        )
+    return Request(index, tuple(ids), min(max_new_tokens, room), stop_ids)
+
+
+def _engine(
+    pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
+) -> tuple[Engine | None, float]:
+    """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
+    if (
+        isinstance(steps_per_dispatch, bool)
+        or not isinstance(steps_per_dispatch, int)
+        or steps_per_dispatch < 1
+    ):
+        raise InputError(f"steps_per_dispatch is {steps_per_dispatch!r}: use an integer >= 1")
+    wanted = [r for r in requests if r.max_new_tokens > 0]
+    if not wanted:
+        return None, 0.0
+    begin = time.perf_counter()
+    longest = max(positions_needed(r, proposer) for r in wanted)
+    rows = min(power_of_two(len(wanted)), MAX_ROWS)
+    pages_per_row = power_of_two(pages_for(longest, PAGE_SIZE))
+    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), steps_per_dispatch)
+    for request in wanted:
+        engine.submit(request)
+    engine.warm_up()
+    return engine, time.perf_counter() - begin
+
+
+def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace: bool) -> Result:
+    ids, times = run.token_ids, run.token_times
+    text = None if pair.tokenizer is None else pair.tokenizer.decode(ids, skip_special_tokens=True)
+    stats = Stats(
+        prompt_tokens=len(run.request.prompt_ids),
+        new_tokens=len(ids),
+        steps=len(run.trace),
+        tau=tau(len(ids), len(run.trace)),
+        accept_histogram=accept_histogram([entry.accepted for entry in run.trace], proposer.num_drafts),
+        ttft=times[0] - run.begin if times else 0.0,
+        tpot=tpot(times[0], times[-1], len(ids)) if times else 0.0,
+        compile_time=compile_time,
+    )
+    assert run.finish_reason is not None
+    return Result(tuple(ids), text, run.finish_reason, stats, tuple(run.trace) if trace else None)

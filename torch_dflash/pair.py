@@ -1,0 +1,147 @@
+"""A target and its drafter, loaded and lowered."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import torch
+from jax import Array
+
+from bridge.views import lower, take_params
+from torch_dflash.config import DrafterConfig, TargetConfig
+from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
+from torch_dflash.errors import InputError
+from torch_dflash.hub import resolve_draft, resolve_target
+from torch_dflash.models.drafter import Drafter
+from torch_dflash.models.target import Target
+from torch_dflash.propose import AllParams, DFlash, Plain
+from torch_dflash.tokenizer import load_tokenizer
+from torch_dflash.verify import TargetFunctions, lower_target
+from torch_dflash.weights import load_weights
+
+log = logging.getLogger("torch_dflash")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class DrafterFunctions:
+    """The drafter's methods as pure JAX functions f(params, ...)."""
+
+    config: DrafterConfig
+    absorb: Callable[..., tuple[Array, Array]]
+    forward: Callable[..., Array]
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """What `generate` needs: functions, their parameters, a tokenizer. `drafter` is None for a target alone."""
+
+    target: TargetFunctions
+    drafter: DrafterFunctions | None
+    params: AllParams
+    tokenizer: Any
+    dtype: Any
+
+    def proposer(self, method: str | None, num_drafts: int | None) -> DFlash | Plain:
+        """The proposer of a method: "dflash", "plain", or None for dflash where there is a drafter."""
+        if method not in (None, "dflash", "plain"):
+            raise InputError(f'method {method!r} is unknown: use "dflash" or "plain"')
+        if method == "plain" or (method is None and self.drafter is None):
+            return Plain()
+        if self.drafter is None:
+            raise InputError(
+                'method "dflash" needs a drafter: load one with load_pair(target, draft), or use "plain"'
+            )
+        return DFlash(
+            self.drafter.config,
+            self.target,
+            self.drafter.absorb,
+            self.drafter.forward,
+            _checked_num_drafts(num_drafts, self.drafter.config.block_size),
+        )
+
+
+def _checked_num_drafts(num_drafts: int | None, block_size: int) -> int:
+    if num_drafts is None:
+        return block_size - 1
+    if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts < block_size:
+        raise InputError(
+            f"num_drafts is {num_drafts!r}: a block of {block_size} (anchor included) gives 1..{block_size - 1} drafts"
+        )
+    return num_drafts
+
+
+@contextmanager
+def timed(what: str) -> Iterator[None]:
+    """Log what is being done and how long it took."""
+    begin = time.perf_counter()
+    yield
+    log.info("%s (%.1f s)", what, time.perf_counter() - begin)
+
+
+def load_target(folder: Path, dtype: torch.dtype) -> tuple[TargetConfig, Target]:
+    """The target of a checkpoint folder, as an eager torch module."""
+    config = read_target_config(folder)
+    with torch.device("meta"):
+        module = Target(config)
+    load_weights(module, folder, dtype)
+    return config, module.eval()
+
+
+def load_drafter(folder: Path, dtype: torch.dtype) -> tuple[DrafterConfig, Drafter]:
+    """The drafter of a checkpoint folder, as an eager torch module."""
+    config = read_drafter_config(folder)
+    with torch.device("meta"):
+        module = Drafter(config)
+    load_weights(module, folder, dtype)
+    return config, module.eval()
+
+
+def load_pair(
+    target: str | Path = "default",
+    draft: str | Path | None = "default",
+    dtype: str = "float32",
+    *,
+    block_size: int | None = None,
+) -> Pair:
+    """Load and lower a target and a drafter: folders, Hugging Face hub ids, or "default" for the shipped pair.
+
+    `draft=None` loads the target alone. `dtype` is "float32" or "bfloat16". `block_size` runs the drafter with a smaller block
+    than it was trained for (anchor included); larger ones are refused. Raises InputError for anything that does not fit.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown: use float32 or bfloat16")
+    target_folder = resolve_target(target)
+    draft_folder = None if draft is None else resolve_draft(draft)
+    target_config = read_target_config(target_folder)
+    if draft_folder is not None:
+        check_pair(target_config, read_drafter_config(draft_folder))  # before any weight is read
+    with timed(f"target {target}, {dtype}"):
+        config, module = load_target(target_folder, DTYPES[dtype])
+    functions, params = lower_target(module, config), {"target": take_params(module)}
+    drafter = None
+    if draft_folder is not None:
+        with timed(f"drafter {draft}, {dtype}"):
+            drafter, params["drafter"] = _lower_drafter(draft_folder, DTYPES[dtype], block_size)
+    tokenizer = load_tokenizer(target_folder)
+    return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
+
+
+def _lower_drafter(
+    folder: Path, dtype: torch.dtype, block_size: int | None
+) -> tuple[DrafterFunctions, dict[str, Array]]:
+    config, module = load_drafter(folder, dtype)
+    if block_size is not None:
+        if not 2 <= block_size <= config.block_size:
+            raise InputError(
+                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use 2..{config.block_size}"
+            )
+        config = replace(config, block_size=block_size)
+    functions = DrafterFunctions(config, lower(module, "absorb"), lower(module))
+    return functions, take_params(module)
