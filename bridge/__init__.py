@@ -1,1 +1,2 @@
-"""Arrays and positions shared by the torch-side proposer and the JAX verifier. Knows no model, no tokenizer, no config."""
+"""Arrays and positions shared by the torch-side proposer and the JAX verifier. Knows no model, no tokenizer, no
+config."""

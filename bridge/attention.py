@@ -3,8 +3,9 @@
 Letters: R rows, T tokens, H query heads, K key/value heads, d head_dim, L layers, P pages of one layer, S page_size,
 M pages per row, N draft cache slots.
 
-The pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses it. Keys are the
-even and values the odd entries of the third axis. This is the layout of JAX's ragged paged attention kernel on TPU.
+The pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses
+it. Keys are the even and values the odd entries of the third axis. This is the layout of JAX's ragged paged attention
+kernel on TPU.
 """
 
 import jax
@@ -37,7 +38,8 @@ def write_pages(pool: Array, key: Array, value: Array, tables: Array, start: Arr
 
 
 def _at_least_two(where: Array, values: Array, dropped: int) -> tuple[Array, Array]:
-    """Pad a single write with one that is dropped: XLA on CPU copies the whole pool for a scatter of one row, not of two."""
+    """Pad a single write with one that is dropped: XLA on CPU copies the whole pool for a scatter of one row, not of
+    two."""
     if where.shape[0] > 1:
         return where, values
     return jnp.pad(where, (0, 1), constant_values=dropped), jnp.pad(values, ((0, 1), (0, 0), (0, 0)))

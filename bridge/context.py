@@ -1,6 +1,7 @@
 """Features on their way from the target to the drafter.
 
-Letters: R rows, W width of the buffer (a power of two >= block_size), X feature width (tapped layers times hidden size).
+Letters: R rows, W width of the buffer (a power of two >= block_size), X feature width (tapped layers times hidden
+size).
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +18,8 @@ from bridge.positions import power_of_two
 class ContextBuffer:
     """Features that the target has committed and the drafter has not absorbed: positions draft_len..committed_len-1.
 
-    Column j of a row is position draft_len + j. The lengths are the decode state's; the buffer holds rows only, so the two cannot
-    disagree. Columns from committed_len - draft_len on are padding.
+    Column j of a row is position draft_len + j. The lengths are the decode state's; the buffer holds rows only, so
+    the two cannot disagree. Columns from committed_len - draft_len on are padding.
     """
 
     features: Array  # [R, W, X]

@@ -10,7 +10,7 @@ from bridge.positions import pages_for
 NULL_PAGE = 0
 
 
-class OutOfPages(RuntimeError):
+class OutOfPagesError(RuntimeError):
     """Not enough free pages. Nothing was reserved."""
 
 
@@ -29,13 +29,14 @@ class PageAllocator:
         return len(self._free)
 
     def reserve(self, row: int, length: int) -> None:
-        """Make sure that `row` has pages for positions 0..length-1. Raises OutOfPages and reserves nothing if it cannot."""
+        """Make sure that `row` has pages for positions 0..length-1. Raises OutOfPagesError and reserves nothing if it
+        cannot."""
         wanted = pages_for(length, self.page_size)
         if wanted > self.pages_per_row:
-            raise OutOfPages(f"{length} positions need {wanted} pages, a row has {self.pages_per_row}")
+            raise OutOfPagesError(f"{length} positions need {wanted} pages, a row has {self.pages_per_row}")
         missing = wanted - len(self._owned[row])
         if missing > self.num_free:
-            raise OutOfPages(f"row {row} needs {missing} more pages, {self.num_free} are free")
+            raise OutOfPagesError(f"row {row} needs {missing} more pages, {self.num_free} are free")
         self._owned[row].extend(self._free.pop() for _ in range(missing))
 
     def release(self, row: int) -> None:

@@ -8,7 +8,8 @@ from jax import Array, lax
 def compiler_options() -> dict[str, str]:
     """Options for programs that loop on the device.
 
-    XLA on CPU would hoist a converted copy of the whole embedding out of the loop; on other platforms nothing is changed.
+    XLA on CPU would hoist a converted copy of the whole embedding out of the loop; on other platforms nothing is
+    changed.
     """
     if jax.default_backend() != "cpu":
         return {}
@@ -17,7 +18,8 @@ def compiler_options() -> dict[str, str]:
 
 
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
-    """How cached keys and values of `dtype` are stored. XLA on CPU widens a whole bf16 array to f32 in order to write or
+    """How cached keys and values of `dtype` are stored. XLA on CPU widens a whole bf16 array to f32 in order to write
+    or
     gather a few rows of it, so there bf16 is stored as its bits."""
     bits = jax.default_backend() == "cpu" and dtype == jnp.bfloat16
     return jnp.dtype(jnp.uint16) if bits else jnp.dtype(dtype)

@@ -1,4 +1,5 @@
-"""Index arithmetic, pure and small. A position is 0-based in the row's own sequence; a slot is an address in the K/V pool.
+"""Index arithmetic, pure and small. A position is 0-based in the row's own sequence; a slot is an address in the K/V
+pool.
 
 Letters: R rows, T tokens, M pages per row, S page_size.
 """

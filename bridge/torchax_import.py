@@ -1,7 +1,8 @@
 """What torchax 0.0.13 needs from torch 2.13 while it is being imported: names, not functions.
 
-Two of its tables name ATen overloads with named dimensions, which torch 2.13 removed. It only looks them up. So a placeholder
-hangs on each missing overload during the import and is taken off again; nothing is registered with the dispatcher.
+Two of its tables name ATen overloads with named dimensions, which torch 2.13 removed. It only looks them up. So a
+placeholder hangs on each missing overload during the import and is taken off again; nothing is registered with the
+dispatcher.
 """
 
 import importlib.metadata
@@ -59,6 +60,7 @@ def version_line() -> str:
 
 
 def quiet_accelerator(device_module: ModuleType) -> None:
-    """Importing torchax makes "jax" torch's accelerator, which breaks torch.compile and fork_rng: say that none is there."""
+    """Importing torchax makes "jax" torch's accelerator, which breaks torch.compile and fork_rng: say that none is
+    there."""
     device_module.is_available = lambda: False  # type: ignore[attr-defined]
     device_module.device_count = lambda: 0  # type: ignore[attr-defined]

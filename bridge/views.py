@@ -35,7 +35,8 @@ _TRACING = threading.RLock()
 
 
 def take_rows(table: Array, ids: Array) -> Array:
-    """table[ids] along the first axis. A bf16 table is read as integers: XLA on CPU would first widen all of it to f32."""
+    """table[ids] along the first axis. A bf16 table is read as integers: XLA on CPU would first widen all of it to
+    f32."""
     if table.dtype != jnp.bfloat16:
         return table[ids]
     return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
@@ -44,7 +45,8 @@ def take_rows(table: Array, ids: Array) -> Array:
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in], accumulated in f32, returned in x's dtype.
 
-    On CPU a bf16 product without the f32 accumulator is 5-7 times slower, and a single row takes a slow path: two do not.
+    On CPU a bf16 product without the f32 accumulator is 5-7 times slower, and a single row takes a slow path: two do
+    not.
     """
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] == 1 and x.dtype == jnp.bfloat16:
@@ -98,8 +100,9 @@ class _Method(nn.Module):
 def lower(module: nn.Module, method: str = "forward") -> Callable[..., Any]:
     """A pure JAX function f(params, *args) of a torch module's method, to be traced by jax.jit.
 
-    Arrays cross as torch views and back; a JAX function among the arguments becomes a torch one; anything else (tuples of
-    ints, an attention cache) passes untouched. Raises KeyError when `params` does not name exactly the module's own.
+    Arrays cross as torch views and back; a JAX function among the arguments becomes a torch one; anything else
+    (tuples of ints, an attention cache) passes untouched. Raises KeyError when `params` does not name exactly the
+    module's own.
     """
     bound = _Method(module, method)
     expected = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}

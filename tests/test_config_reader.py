@@ -132,9 +132,7 @@ def test_yarn_resolves_as_transformers_does(tmp_path: Path, extra: dict) -> None
     scaling = {**YARN, **extra}
     rope = target(tmp_path, rope_scaling=scaling).rope
     assert isinstance(rope, YarnRope)
-    hf = Qwen3Config(
-        head_dim=32, max_position_embeddings=512, rope_parameters={**scaling, "rope_theta": 10000.0}
-    )
+    hf = Qwen3Config(head_dim=32, max_position_embeddings=512, rope_parameters={**scaling, "rope_theta": 10000.0})
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](hf, "cpu")
     assert math.isclose(rope.attention_factor, attention_factor, rel_tol=1e-12)
     assert rope.truncate is extra.get("truncate", True)

@@ -26,7 +26,8 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """YaRN scaling (HF `rope_type: yarn`). `attention_factor` is resolved by the reader: cos and sin are multiplied by it."""
+    """YaRN scaling (HF `rope_type: yarn`). `attention_factor` is resolved by the reader: cos and sin are multiplied
+    by it."""
 
     theta: float
     factor: float
@@ -71,7 +72,8 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class DraftLayer:
-    """Visibility inside one drafter layer. `window` None: all context; else query q sees key k only if |q - k| < window."""
+    """Visibility inside one drafter layer. `window` None: all context; else query q sees key k only if |q - k| <
+    window."""
 
     causal: bool
     window: int | None
@@ -79,7 +81,8 @@ class DraftLayer:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash v1 drafter (z-lab layout). `layers` has one entry per layer; `target_layer_ids` are taps, in feature order."""
+    """A DFlash v1 drafter (z-lab layout). `layers` has one entry per layer; `target_layer_ids` are taps, in feature
+    order."""
 
     block: BlockConfig
     layers: tuple[DraftLayer, ...]

@@ -20,10 +20,9 @@ from torch_dflash.state import Capacity, DecodeState, Round
 from torch_dflash.verify import TargetFunctions, run_target
 
 
-def make_state(
-    target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype
-) -> DecodeState:
-    """An empty state on the device. Placed there explicitly: an unplaced first state would compile every program twice."""
+def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
+    """An empty state on the device. Placed there explicitly: an unplaced first state would compile every program
+    twice."""
     block, rows = target.config.block, capacity.rows
     pool = make_pool(
         target.config.num_layers,
@@ -33,8 +32,9 @@ def make_state(
         block.head_dim,
         dtype,
     )
-    lengths = [jnp.zeros(rows, jnp.int32) for _ in range(3)]  # three arrays: each is donated
-    state = DecodeState(pool, *lengths, proposer.make_state(rows, capacity.slots_per_row, dtype))
+    committed_len, anchor, budget = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # three arrays: each is donated
+    draft = proposer.make_state(rows, capacity.slots_per_row, dtype)
+    state = DecodeState(pool, committed_len, anchor, budget, draft)
     return jax.device_put(state, jax.devices()[0])
 
 
@@ -53,9 +53,10 @@ def prefill(
 ) -> tuple[DecodeState, Array]:
     """Process one prompt chunk, ids int32[r,T] at positions start.. [r], of the state rows `rows` int32[r].
 
-    Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is the row's first
-    emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0 before the last chunk); a token
-    in stop_ids int32[r,n] makes it 0.
+    Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is the
+    row's first emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0 before
+    the last
+    chunk); a token in stop_ids int32[r,n] makes it 0.
     """
     with jax.named_scope("prefill"):
         hidden, features, pool = run_target(
@@ -120,7 +121,8 @@ def is_stop(ids: Array, stop_ids: Array) -> Array:
 def commit(
     proposer: Proposer, state: DecodeState, done: Round, bonus: Array, features: Array, stop_ids: Array
 ) -> DecodeState:
-    """Move active rows on by num_accepted + 1. Nothing is erased: the slots of rejected drafts lie inside the next block."""
+    """Move active rows on by num_accepted + 1. Nothing is erased: the slots of rejected drafts lie inside the next
+    block."""
     num_kept = jnp.where(done.active, done.num_accepted + 1, 0)
     emitted = jnp.arange(done.target_ids.shape[1]) < num_kept[:, None]
     stopped = (is_stop(done.target_ids, stop_ids) & emitted).any(axis=1)

@@ -189,8 +189,7 @@ def _unpermute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def _tokenizer(reader: GGUFReader) -> PreTrainedTokenizerFast:
     tokens, merges, template = (
-        reader.fields[f"tokenizer.{name}"].contents()
-        for name in ("ggml.tokens", "ggml.merges", "chat_template")
+        reader.fields[f"tokenizer.{name}"].contents() for name in ("ggml.tokens", "ggml.merges", "chat_template")
     )
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges]))

@@ -70,7 +70,8 @@ class Run:
 
 
 class Engine:
-    """Runs requests on R device rows. Rows differ in length, accept count and finish time; a free row takes the next request."""
+    """Runs requests on R device rows. Rows differ in length, accept count and finish time; a free row takes the next
+    request."""
 
     def __init__(self, pair: Pair, proposer: Proposer, capacity: Capacity, max_steps: int) -> None:
         self.pair = pair
@@ -78,9 +79,7 @@ class Engine:
         self.capacity = capacity
         self.max_steps = max_steps
         self.state = make_state(pair.target, proposer, capacity, pair.dtype)
-        self.pages = PageAllocator(
-            capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row
-        )
+        self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Request] = deque()
         self.num_stop_ids = 1
@@ -105,9 +104,7 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compile what the queued requests need. The state does not change: no step is taken, no row is written."""
-        widths = {
-            w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)
-        }
+        widths = {w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)}
         for width in sorted(widths):
             with timed(f"compiled prefill of {width} tokens"):
                 nowhere = np.array([self.capacity.rows], np.int32)
@@ -179,12 +176,7 @@ class Engine:
     def _collect(self, rounds: Round, count: int) -> Iterator[tuple[Run, list[int]]]:
         for row, run in enumerate(self.rows):
             if run is not None:
-                kept = [
-                    token
-                    for i in range(count)
-                    if rounds.active[i, row]
-                    for token in _take(run, rounds, i, row)
-                ]
+                kept = [token for i in range(count) if rounds.active[i, row] for token in _take(run, rounds, i, row)]
                 self._retire(row)
                 yield run, kept
 

@@ -22,8 +22,8 @@ STEPS_PER_DISPATCH = 8
 class Result:
     """The answer to one prompt. `token_ids` are the new tokens only; `text` is None for a target without a tokenizer.
 
-    finish_reason: "stop" (the last token is a stop id) or "length" (budget or context used up). `trace` has one entry per
-    round when asked for, else it is None.
+    finish_reason: "stop" (the last token is a stop id) or "length" (budget or context used up). `trace` has one entry
+    per round when asked for, else it is None.
     """
 
     token_ids: tuple[int, ...]
@@ -47,9 +47,11 @@ def generate(
 ) -> list[Result]:
     """Greedy answers to a batch of any size, each token for token what the target alone would write.
 
-    prompts: texts, chat message lists or lists of token ids. The model's own end-of-text ids stop a text (unless `ignore_eos`),
-    and so do `stop_token_ids`; the stop id is the last token. num_drafts: drafts used per step, 1..block_size-1, all by default.
-    method: "dflash" (default where there is a drafter) or "plain", the baseline on the same path. Raises InputError.
+    prompts: texts, chat message lists or lists of token ids. The model's own end-of-text ids stop a text (unless
+    `ignore_eos`), and so do `stop_token_ids`; the stop id is the last token. num_drafts: drafts used per step,
+    1..block_size-1, all
+    by default. method: "dflash" (default where there is a drafter) or "plain", the baseline on the same path. Raises
+    InputError.
     """
     proposer = pair.proposer(method, num_drafts)
     stop_ids = _stop_ids(pair, stop_token_ids, ignore_eos)
@@ -118,9 +120,7 @@ def _stop_ids(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tu
     return tuple(sorted({*own, *stop_token_ids}))
 
 
-def _request(
-    pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]
-) -> Request:
+def _request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Request:
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens!r}: use an integer >= 0")
     ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
@@ -136,11 +136,7 @@ def _engine(
     pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
 ) -> tuple[Engine | None, float]:
     """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
-    if (
-        isinstance(steps_per_dispatch, bool)
-        or not isinstance(steps_per_dispatch, int)
-        or steps_per_dispatch < 1
-    ):
+    if isinstance(steps_per_dispatch, bool) or not isinstance(steps_per_dispatch, int) or steps_per_dispatch < 1:
         raise InputError(f"steps_per_dispatch is {steps_per_dispatch!r}: use an integer >= 1")
     wanted = [r for r in requests if r.max_new_tokens > 0]
     if not wanted:

@@ -33,9 +33,7 @@ def resolve_draft(name: str, cache_dir: Path | None = None) -> Path:
     """The folder of drafter `name`; the same names as `resolve_target`. Raises InputError."""
     if name == "default":
         if not (_DEFAULT_DRAFT / "config.json").is_file():
-            raise InputError(
-                f'draft "default": {_DEFAULT_DRAFT} is not there; use "bytes", a folder or a hub id'
-            )
+            raise InputError(f'draft "default": {_DEFAULT_DRAFT} is not there; use "bytes", a folder or a hub id')
         return _DEFAULT_DRAFT
     return _bytes_folder("draft") if name == "bytes" else _folder_or_hub(name, "draft", cache_dir)
 
@@ -50,9 +48,7 @@ def _folder_or_hub(name: str, role: str, cache_dir: Path | None) -> Path:
     if name and folder.is_dir():
         return folder
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
-        raise InputError(
-            f'{role} "{name}": no such folder; give a folder, a hub id (owner/name), or "default"'
-        )
+        raise InputError(f'{role} "{name}": no such folder; give a folder, a hub id (owner/name), or "default"')
     return _download(name, role, cache_dir)
 
 
@@ -63,9 +59,7 @@ def _download(name: str, role: str, cache_dir: Path | None) -> Path:
     except GatedRepoError:
         reason = "access is restricted; ask for it on the model's page, then run `hf auth login`"
     except RepositoryNotFoundError:
-        reason = (
-            "neither a folder here nor a model on the Hugging Face hub; check it (private: `hf auth login`)"
-        )
+        reason = "neither a folder here nor a model on the Hugging Face hub; check it (private: `hf auth login`)"
     except LocalEntryNotFoundError:
         reason = "no such folder, and not in the hub's cache while the hub is out of reach; check the network"
     except (HfHubHTTPError, OSError, ValueError) as error:

@@ -24,9 +24,7 @@ class TraceEntry(Record):
     start: int  # position of the anchor
     proposed: tuple[int, ...]  # the drafts; proposed[j] guesses position start + j + 1
     accepted: int  # leading drafts that the target agreed with; never includes the bonus
-    emitted: tuple[
-        int, ...
-    ]  # what reached the output: accepted drafts and bonus, less what stop or budget cut off
+    emitted: tuple[int, ...]  # what reached the output: accepted drafts and bonus, less what stop or budget cut off
 
 
 @dataclass(frozen=True)

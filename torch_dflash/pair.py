@@ -55,9 +55,7 @@ class Pair:
         if method == "plain" or (method is None and self.drafter is None):
             return Plain()
         if self.drafter is None:
-            raise InputError(
-                'method "dflash" needs a drafter: load one with load_pair(target, draft), or use "plain"'
-            )
+            raise InputError('method "dflash" needs a drafter: load one with load_pair(target, draft), or use "plain"')
         return DFlash(
             self.drafter.config,
             self.target,
@@ -112,13 +110,15 @@ def load_pair(
 ) -> Pair:
     """Load and lower a target and a drafter: folders, Hugging Face hub ids, or "default" for the shipped pair.
 
-    `draft=None` loads the target alone. `dtype` is "float32" or "bfloat16". `block_size` runs the drafter with a smaller block
-    than it was trained for (anchor included); larger ones are refused. Raises InputError for anything that does not fit.
+    `draft=None` loads the target alone. `dtype` is "float32" or "bfloat16". `block_size` runs the drafter with a
+    smaller block than it was trained for (anchor included); larger ones are refused. Raises InputError for anything
+    that does not
+    fit.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: use float32 or bfloat16")
-    target_folder = resolve_target(target)
-    draft_folder = None if draft is None else resolve_draft(draft)
+    target_folder = resolve_target(str(target))
+    draft_folder = None if draft is None else resolve_draft(str(draft))
     target_config = read_target_config(target_folder)
     if draft_folder is not None:
         check_pair(target_config, read_drafter_config(draft_folder))  # before any weight is read
@@ -140,7 +140,8 @@ def _lower_drafter(
     if block_size is not None:
         if not 2 <= block_size <= config.block_size:
             raise InputError(
-                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use 2..{config.block_size}"
+                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use
+                2..{config.block_size}"
             )
         config = replace(config, block_size=block_size)
     functions = DrafterFunctions(config, lower(module, "absorb"), lower(module))

@@ -38,9 +38,7 @@ class Proposer(Protocol):
     def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState | None:
         """Empty draft state for `rows` rows of `num_slots` positions."""
 
-    def prefill(
-        self, params: AllParams, draft: Any, rows: Array, features: Array, start: Array, num_new: Array
-    ) -> Any:
+    def prefill(self, params: AllParams, draft: Any, rows: Array, features: Array, start: Array, num_new: Array) -> Any:
         """Take the features [r,T,F*D] of a prompt chunk of the state rows `rows` int32[r]."""
 
     def absorb(self, params: AllParams, state: DecodeState) -> Any:
@@ -94,9 +92,7 @@ class DFlash:
 
     def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState:
         block = self.config.block
-        cache = make_draft_cache(
-            len(self.config.layers), rows, block.num_kv_heads, num_slots, block.head_dim, dtype
-        )
+        cache = make_draft_cache(len(self.config.layers), rows, block.num_kv_heads, num_slots, block.head_dim, dtype)
         feature_size = len(self.taps) * block.hidden_size
         context = make_context(rows, self.config.block_size, feature_size, dtype)
         return DraftState(cache, context, jnp.zeros(rows, jnp.int32))
@@ -110,9 +106,7 @@ class DFlash:
         start: Array,
         num_new: Array,
     ) -> DraftState:
-        keys, values = self.absorb_features(
-            params["drafter"], features, block_positions(start, features.shape[1])
-        )
+        keys, values = self.absorb_features(params["drafter"], features, block_positions(start, features.shape[1]))
         cache = write_context(draft.cache, keys, values, rows, start, num_new)
         draft_len = draft.draft_len.at[rows].set(start + num_new, mode="drop")
         return replace(draft, cache=cache, draft_len=draft_len)

@@ -35,9 +35,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
             folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise InputError(
-            f"{folder}: the tokenizer cannot be loaded ({_one_line(error)}); download it again"
-        ) from None
+        raise InputError(f"{folder}: the tokenizer cannot be loaded ({_one_line(error)}); download it again") from None
 
 
 def _check_json(path: Path) -> None:
@@ -59,9 +57,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, voc
     if isinstance(prompt, str):
         ids: list[Any] = _encode_text(prompt, _needed(tokenizer, "text"))
     elif not isinstance(prompt, Sequence):
-        raise InputError(
-            f"prompt is of type {type(prompt).__name__}; give a text, messages or a list of token ids"
-        )
+        raise InputError(f"prompt is of type {type(prompt).__name__}; give a text, messages or a list of token ids")
     elif any(isinstance(item, Mapping) for item in prompt):
         ids = _encode_messages(prompt, _needed(tokenizer, "chat messages"))
     else:
@@ -86,15 +82,11 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def _encode_messages(messages: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     for i, message in enumerate(messages):
-        fields = (
-            [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
-        )
+        fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(field, str) for field in fields):
             raise InputError(f"prompt message {i} is {message!r}; each needs a text role and a text content")
     if not tokenizer.chat_template:
-        raise InputError(
-            "prompt is chat messages, but the target's tokenizer has no chat_template; give a text"
-        )
+        raise InputError("prompt is chat messages, but the target's tokenizer has no chat_template; give a text")
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except (TemplateError, ValueError, TypeError) as error:
@@ -108,9 +100,7 @@ def _checked_id(position: int, value: Any, vocab_size: int) -> int:
     token_id = int(value)
     if not 0 <= token_id < vocab_size:
         limits = f"outside the vocabulary 0..{vocab_size - 1}"
-        raise InputError(
-            f"prompt id {token_id} at position {position} is {limits}; use the target's own tokenizer"
-        )
+        raise InputError(f"prompt id {token_id} at position {position} is {limits}; use the target's own tokenizer")
     return token_id
 
 

@@ -84,9 +84,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     for tensor, shard in weight_map.items():
         # A plain name cannot leave the folder. Links stay allowed: the hub's cache is made of them.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise InputError(
-                f"{index}: {tensor} is in {shard!r}; it must be a .safetensors file in this folder"
-            )
+            raise InputError(f"{index}: {tensor} is in {shard!r}; it must be a .safetensors file in this folder")
     return weight_map
 
 
@@ -184,17 +182,13 @@ def _check_tensor(name: str, shape: tuple[int, ...], source: _Source) -> None:
     where = f"{source.path}: tensor {source.tensor}"
     if source.dtype not in _DTYPES:
         known = ", ".join(_DTYPES)
-        raise InputError(
-            f"{where} has dtype {source.dtype}; only {known} are read, use the unquantised checkpoint"
-        )
+        raise InputError(f"{where} has dtype {source.dtype}; only {known} are read, use the unquantised checkpoint")
     if source.shape == shape:
         return
     reason = f"has shape {list(source.shape)}, but config.json asks for {list(shape)}"
     if name == "fc.weight":
         hidden, width = shape
-        reason += (
-            f" = [hidden, taps * hidden] with {width // hidden} taps * {hidden}; correct target_layer_ids"
-        )
+        reason += f" = [hidden, taps * hidden] with {width // hidden} taps * {hidden}; correct target_layer_ids"
         raise InputError(f"{where} {reason} or use the drafter for this target")
     raise InputError(f"{where} {reason}; the weights belong to another config")
 

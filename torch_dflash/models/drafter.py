@@ -36,7 +36,7 @@ class Drafter(nn.Module):
         The context is the same for every layer and skips the layers' input norm.
         """
         context, rotary = self.project(features), self.rotary(positions)
-        pairs = [layer.self_attn.key_value(context, rotary) for layer in self.layers]
+        pairs = [layer.context_key_value(context, rotary) for layer in self.layers]  # type: ignore[operator]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
     def forward(self, noise: Tensor, positions: Tensor, attend: Attend, cache: Any) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch_dflash.config import BlockConfig
 from torch_dflash.models.rope import rotate
 
-# attend(layer, q [R,T,H,d], k [R,T,K,d], v [R,T,K,d], cache) -> (out [R,T,H,d], cache). The cache is opaque to the models: what
+# attend(layer, q [R,T,H,d], k [R,T,K,d], v [R,T,K,d], cache) -> (out [R,T,H,d], cache). The cache is opaque to the
+# models: what
 # it is, and whether attention writes to it, is the caller's business. The layer number may be a traced value.
 Attend = Callable[[Any, Tensor, Tensor, Tensor, Any], tuple[Tensor, Any]]
 RotaryAngles = tuple[Tensor, Tensor]
@@ -59,9 +60,7 @@ class Attention(nn.Module):
         key = rotate(self.k_norm(self._heads(self.k_proj(x))), rotary)
         return key, self._heads(self.v_proj(x))
 
-    def forward(
-        self, x: Tensor, rotary: RotaryAngles, layer: int, attend: Attend, cache: Any
-    ) -> tuple[Tensor, Any]:
+    def forward(self, x: Tensor, rotary: RotaryAngles, layer: int, attend: Attend, cache: Any) -> tuple[Tensor, Any]:
         key, value = self.key_value(x, rotary)
         out, cache = attend(layer, self.query(x, rotary), key, value, cache)
         return self.o_proj(out.flatten(-2)), cache
@@ -89,6 +88,10 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def context_key_value(self, context: Tensor, rotary: RotaryAngles) -> tuple[Tensor, Tensor]:
+        """Keys and values of drafter context rows [R,T,E], each [R,T,K,d]. They skip the input norm."""
+        return self.self_attn.key_value(context, rotary)
 
     def forward(
         self, hidden: Tensor, rotary: RotaryAngles, layer: int, attend: Attend, cache: Any

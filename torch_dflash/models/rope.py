@@ -49,7 +49,8 @@ def _yarn(base: Tensor, rope: YarnRope, head_dim: int) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """Makes (cos, sin), float32 [R,T,1,d], from int32 positions [R,T]. Its buffer stays float32 whatever the weights are."""
+    """Makes (cos, sin), float32 [R,T,1,d], from int32 positions [R,T]. Its buffer stays float32 whatever the weights
+    are."""
 
     inv_freq: Tensor
 

@@ -42,7 +42,8 @@ class Target(nn.Module):
         """One pass over ids [R,T] at int32 positions [R,T].
 
         Returns normed hidden states [R,T,D], features [R,T,F*D] (outputs of the layers `taps`, in that order) and the
-        cache that attention handed on. The last layer's output is tapped after the final norm, as in HF's hidden_states.
+        cache that attention handed on. The last layer's output is tapped after the final norm, as in HF's
+        hidden_states.
         """
         rotary = self.rotary(positions)
         hidden = self.embed(ids)
