@@ -75,7 +75,7 @@ def default_target_folder(cache_dir: Path | None = None) -> Path:
 
     The cache is `cache_dir`, else $TORCH_DFLASH_CACHE, $XDG_CACHE_HOME or ~/.cache. Raises InputError.
     """
-    root = _cache_root(cache_dir) / "torch-dflash"
+    root = cache_root(cache_dir) / "torch-dflash"
     key = hashlib.sha256(f"{_GGUF_SHA256} {_CONVERTER}".encode()).hexdigest()[:8]
     folder = root / f"smollm2-135m-instruct-{key}"
     if _is_intact(folder):
@@ -92,7 +92,8 @@ def default_target_folder(cache_dir: Path | None = None) -> Path:
     return folder
 
 
-def _cache_root(cache_dir: Path | None) -> Path:
+def cache_root(cache_dir: Path | None = None) -> Path:
+    """Where files are cached: `cache_dir`, else $TORCH_DFLASH_CACHE, $XDG_CACHE_HOME or ~/.cache."""
     if cache_dir is not None:
         return cache_dir
     named = os.environ.get("TORCH_DFLASH_CACHE") or os.environ.get("XDG_CACHE_HOME")

@@ -45,6 +45,7 @@ class Run:
     request: Request
     begin: float
     token_ids: list[int] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)  # of each token: it came from an accepted draft
     trace: list[TraceEntry] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -55,7 +56,8 @@ class Run:
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     def take(self, ids: list[int]) -> list[int]:
-        """Append emitted tokens up to the first stop id or the budget; returns what was kept."""
+        """Append what a step emitted, accepted drafts and one token of the target's own, up to the first stop id or
+        the budget. Returns what was kept."""
         kept: list[int] = []
         for token in ids[: self.request.max_new_tokens - len(self.token_ids)]:
             kept.append(token)
@@ -63,6 +65,7 @@ class Run:
                 self.finish_reason = "stop"
                 break
         self.token_ids += kept
+        self.drafted += [i < len(ids) - 1 for i in range(len(kept))]
         self.token_times.append(time.perf_counter())
         if self.finish_reason is None and len(self.token_ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
@@ -95,8 +98,8 @@ class Engine:
     def idle(self) -> bool:
         return not self.waiting and not any(self.rows)
 
-    def step(self) -> Iterator[tuple[Run, list[int]]]:
-        """Admit, reserve, dispatch, collect. Yields the runs that moved, with their new tokens."""
+    def step(self) -> Iterator[Run]:
+        """Admit, reserve, dispatch, collect. Yields the runs that moved, finished ones for the last time."""
         yield from self._admit()
         if any(self.rows):
             self._reserve()
@@ -112,15 +115,15 @@ class Engine:
         with timed(f"compiled decode of {self.capacity.rows} row(s)"):
             self._dispatch(num_steps=0)
 
-    def _admit(self) -> Iterator[tuple[Run, list[int]]]:
+    def _admit(self) -> Iterator[Run]:
         for row, run in enumerate(self.rows):
             if run is None and self.waiting:
                 run = Run(self.waiting.popleft(), time.perf_counter())
                 self.pages.reserve(row, len(run.request.prompt_ids))
                 self.rows[row] = run
-                kept = run.take([self._prefill_prompt(row, run.request)])
+                run.take([self._prefill_prompt(row, run.request)])
                 self._retire(row)
-                yield run, kept
+                yield run
 
     def _prefill_prompt(self, row: int, request: Request) -> int:
         prompt = request.prompt_ids
@@ -173,12 +176,14 @@ class Engine:
         self.dispatch_seconds += time.perf_counter() - begin
         return rounds, int(count)
 
-    def _collect(self, rounds: Round, count: int) -> Iterator[tuple[Run, list[int]]]:
+    def _collect(self, rounds: Round, count: int) -> Iterator[Run]:
         for row, run in enumerate(self.rows):
             if run is not None:
-                kept = [token for i in range(count) if rounds.active[i, row] for token in _take(run, rounds, i, row)]
+                for i in range(count):
+                    if rounds.active[i, row]:
+                        _take(run, rounds, i, row)
                 self._retire(row)
-                yield run, kept
+                yield run
 
     def _retire(self, row: int) -> None:
         """Free a row whose request has finished."""
@@ -196,13 +201,12 @@ class Engine:
         return ids
 
 
-def _take(run: Run, rounds: Round, i: int, row: int) -> list[int]:
+def _take(run: Run, rounds: Round, i: int, row: int) -> None:
     """Round i of a row becomes a trace entry and new tokens."""
     accepted = int(rounds.num_accepted[i, row])
     kept = run.take(rounds.target_ids[i, row, : accepted + 1].tolist())
     proposed = tuple(rounds.draft_ids[i, row].tolist())
     run.trace.append(TraceEntry(int(rounds.start[i, row]), proposed, accepted, tuple(kept)))
-    return kept
 
 
 def positions_needed(request: Request, proposer: Proposer) -> int:

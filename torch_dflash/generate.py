@@ -59,7 +59,7 @@ def generate(
     runs = {r.index: Run(r, 0.0, finish_reason="length") for r in requests if r.max_new_tokens == 0}
     engine, compile_time = _engine(pair, proposer, requests, steps_per_dispatch)
     while engine is not None and not engine.idle:
-        runs |= {run.request.index: run for run, _ in engine.step()}
+        runs |= {run.request.index: run for run in engine.step()}
     return [_result(pair, runs[r.index], proposer, compile_time, trace) for r in requests]
 
 
@@ -75,29 +75,68 @@ def stream(
     steps_per_dispatch: int = 1,
 ) -> Iterator[str]:
     """The answer to one prompt, piece by piece as it is accepted. The pieces together are `generate`'s text."""
-    proposer = pair.proposer(method, num_drafts)
-    request = _request(pair, 0, prompt, max_new_tokens, _stop_ids(pair, stop_token_ids, ignore_eos))
     if pair.tokenizer is None:
         raise InputError("stream needs a tokenizer, and the target has none: use generate for token ids")
-    return _pieces(pair, proposer, request, steps_per_dispatch)
+    moves = follow(
+        pair,
+        prompt,
+        max_new_tokens,
+        stop_token_ids,
+        num_drafts,
+        method=method,
+        ignore_eos=ignore_eos,
+        steps_per_dispatch=steps_per_dispatch,
+    )
+    return _pieces(pair, moves)
 
 
-def _pieces(pair: Pair, proposer: Proposer, request: Request, steps_per_dispatch: int) -> Iterator[str]:
+def _pieces(pair: Pair, moves: Iterator["Move"]) -> Iterator[str]:
     pieces = TextPieces(pair.tokenizer)
-    for _, new_ids in follow(pair, proposer, request, steps_per_dispatch):
-        if piece := pieces.feed(new_ids):
+    for move in moves:
+        if piece := pieces.feed(move.token_ids):
             yield piece
     if piece := pieces.finish():
         yield piece
 
 
+@dataclass(frozen=True)
+class Move:
+    """What one dispatch added. `drafted[i]`: token i came from an accepted draft. `result` is there at the end only."""
+
+    token_ids: tuple[int, ...]
+    drafted: tuple[bool, ...]
+    result: Result | None
+
+
 def follow(
-    pair: Pair, proposer: Proposer, request: Request, steps_per_dispatch: int
-) -> Iterator[tuple[Run, list[int]]]:
-    """Run one request; yields it with its new tokens after every dispatch."""
-    engine, _ = _engine(pair, proposer, [request], steps_per_dispatch)
+    pair: Pair,
+    prompt: Prompt,
+    max_new_tokens: int = 64,
+    stop_token_ids: Sequence[int] = (),
+    num_drafts: int | None = None,
+    *,
+    method: str | None = None,
+    ignore_eos: bool = False,
+    steps_per_dispatch: int = 1,
+) -> Iterator[Move]:
+    """One prompt, watched: a `Move` after prefill and after every dispatch. The last has the result, with its trace."""
+    proposer = pair.proposer(method, num_drafts)
+    request = _request(pair, 0, prompt, max_new_tokens, _stop_ids(pair, stop_token_ids, ignore_eos))
+    engine, compile_time = _engine(pair, proposer, [request], steps_per_dispatch)
+    return _moves(pair, proposer, request, engine, compile_time)
+
+
+def _moves(
+    pair: Pair, proposer: Proposer, request: Request, engine: Engine | None, compile_time: float
+) -> Iterator[Move]:
+    run, seen = Run(request, 0.0, finish_reason="length"), 0  # stands when the budget is 0 and nothing runs
     while engine is not None and not engine.idle:
-        yield from engine.step()
+        for run in engine.step():
+            if run.finish_reason is None:
+                yield Move(tuple(run.token_ids[seen:]), tuple(run.drafted[seen:]), None)
+                seen = len(run.token_ids)
+    result = _result(pair, run, proposer, compile_time, trace=True)
+    yield Move(tuple(run.token_ids[seen:]), tuple(run.drafted[seen:]), result)
 
 
 def _listed(prompts: Any) -> list[Prompt]:
@@ -163,6 +202,7 @@ def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace
         accept_histogram=accept_histogram([entry.accepted for entry in run.trace], proposer.num_drafts),
         ttft=times[0] - run.begin if times else 0.0,
         tpot=tpot(times[0], times[-1], len(ids)) if times else 0.0,
+        tokens_per_second=len(ids) / (times[-1] - run.begin) if times else 0.0,
         compile_time=compile_time,
     )
     assert run.finish_reason is not None

@@ -37,6 +37,7 @@ class Stats(Record):
     accept_histogram: [a] = steps in which exactly a drafts were accepted (a = 0..num_drafts).
     ttft: start of the request (its row was free, its prompt not yet touched) to its first token on the host.
     tpot: (time of the last token - time of the first) / (new_tokens - 1). 0 for fewer than two tokens.
+    tokens_per_second: new_tokens / (time from the start of the request to its last token).
     compile_time: compilation and warm-up of this call, not part of ttft or tpot.
     """
 
@@ -47,6 +48,7 @@ class Stats(Record):
     accept_histogram: tuple[int, ...]
     ttft: float
     tpot: float
+    tokens_per_second: float
     compile_time: float
 
 

@@ -77,7 +77,8 @@ def _checked_num_drafts(num_drafts: int | None, block_size: int) -> int:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Log what is being done and how long it took."""
+    """Log what is being done (DEBUG, while it runs) and how long it took (INFO)."""
+    log.debug("%s ...", what)
     begin = time.perf_counter()
     yield
     log.info("%s (%.1f s)", what, time.perf_counter() - begin)
@@ -139,9 +140,9 @@ def _lower_drafter(
     config, module = load_drafter(folder, dtype)
     if block_size is not None:
         if not 2 <= block_size <= config.block_size:
+            usable = f"2..{config.block_size}"
             raise InputError(
-                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use
-                2..{config.block_size}"
+                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use {usable}"
             )
         config = replace(config, block_size=block_size)
     functions = DrafterFunctions(config, lower(module, "absorb"), lower(module))

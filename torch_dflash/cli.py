@@ -1,0 +1,78 @@
+"""The command `torch-dflash`: one subcommand a file, bad input in one line with exit code 2."""
+
+import argparse
+import logging
+import os
+import sys
+from typing import NoReturn
+
+from torch_dflash import generate_command
+from torch_dflash.errors import InputError
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message}; see `{self.prog} --help`")
+
+
+class _Progress(logging.Handler):
+    """Shows on stderr what takes long. On a terminal the line of a running action is replaced when it ends."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        terminal = sys.stderr.isatty()
+        if record.levelno == logging.DEBUG and not terminal:
+            return
+        start, end = ("\r\x1b[K", "") if terminal else ("", "\n")
+        text = record.getMessage()
+        if record.levelno > logging.DEBUG:
+            end = "\n"
+        sys.stderr.write(f"{start}{text}{end}")
+        sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="torch-dflash",
+        description="Speculative decoding by block diffusion (DFlash): a small drafter proposes a block of tokens in "
+        "one pass, the target verifies it in one pass, and the text is exactly the target's own.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    generate_command.add_arguments(
+        commands.add_parser(
+            "generate",
+            help="write text",
+            description="Write text with a target and its drafter. The text goes to stdout as it is accepted, "
+            "everything else to stderr.",
+        )
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; the exit code is 0, 2 for bad input, 130 when interrupted."""
+    logger = logging.getLogger("torch_dflash")
+    handler = _Progress()
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
+    except InputError as error:
+        print(f"torch-dflash: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("\ntorch-dflash: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) has gone. Nothing more can be written; keep Python from trying at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    finally:
+        logger.removeHandler(handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

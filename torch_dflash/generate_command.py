@@ -1,0 +1,216 @@
+"""`torch-dflash generate`: a prompt in, text out as it is accepted, and a line of figures."""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from torch_dflash.errors import InputError
+
+# jax, torch and transformers take seconds to import: `--help` and bad arguments must not wait for them.
+if TYPE_CHECKING:
+    from torch_dflash.generate import Result
+    from torch_dflash.pair import Pair
+    from torch_dflash.tokenizer import Prompt
+
+DRAFTED, OWN, RESET = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of the subcommand."""
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("prompt", nargs="?", metavar="PROMPT", help="the prompt; without it or with -, stdin is read")
+    add("--file", type=Path, metavar="FILE", help="read the prompt from FILE instead")
+    add("--target", default="default", help="folder, Hugging Face hub id, default (SmolLM2-135M-Instruct) or bytes")
+    add("--draft", default=None, help="drafter: folder, hub id, default or bytes; none decodes plainly")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
+    add("--block-size", type=int, metavar="B", help="block of the drafter, anchor included, if smaller than trained")
+    add("--num-drafts", type=int, metavar="K", help="use K of the block's B-1 drafts in each step")
+    add("--method", choices=("dflash", "plain"), help="plain: the target alone, the baseline")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
+    add("--steps-per-dispatch", type=int, default=4, metavar="N", help="steps on the device between two reads (4)")
+    add("--seed", type=int, default=0, help="recorded in --json; greedy decoding draws nothing")
+    add("--no-chat", action="store_true", help="do not apply the chat template of a chat model")
+    add("--trace", type=Path, metavar="FILE", help="write each round to FILE as a JSON line")
+    add("--json", action="store_true", help="print one JSON document instead of text")
+    add("--compare", action="store_true", help="also decode plainly: speed-up and whether the outputs are equal")
+    add("--color", action="store_true", help="green: accepted drafts; yellow: the target's own tokens")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load, write, report. Returns the exit code: 1 when --compare finds different outputs in float32."""
+    text = _read_prompt(arguments)
+    with _open_trace(arguments.trace) as trace_file:
+        _use_compilation_cache()
+        pair = _load(arguments)
+        prompt = _chat(pair, text, arguments.no_chat)
+        result = _write(pair, prompt, arguments)
+        if trace_file is not None:
+            trace_file.writelines(json.dumps(dict(entry)) + "\n" for entry in result.trace or ())
+    plain = _run_plain(pair, prompt, arguments) if arguments.compare else None
+    _report(pair, result, plain, arguments)
+    return int(plain is not None and arguments.dtype == "float32" and plain.token_ids != result.token_ids)
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.file is not None and arguments.prompt is not None:
+        raise InputError("PROMPT and --file are both given: give one")
+    if arguments.file is not None:
+        try:
+            return arguments.file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--file {arguments.file} cannot be read as text: {error}") from None
+    if arguments.prompt in (None, "-"):
+        if sys.stdin.isatty():
+            print("Type a prompt, end it with Ctrl-D:", file=sys.stderr)
+        return sys.stdin.read()
+    return arguments.prompt
+
+
+@dataclass(frozen=True)
+class _NoTrace:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def _open_trace(path: Path | None) -> IO[str] | _NoTrace:
+    """Opened before anything is run, so that a bad path costs nothing."""
+    if path is None:
+        return _NoTrace()
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--trace {path} cannot be written: {error.strerror}") from None
+
+
+def _use_compilation_cache() -> None:
+    """Compiled programs are kept in the user's cache, so that only the first run waits for the compiler."""
+    import jax
+
+    from torch_dflash.default_model import cache_root
+
+    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "torch-dflash" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _load(arguments: argparse.Namespace) -> "Pair":
+    from torch_dflash.pair import load_pair
+
+    named = {"default": "default", "bytes": "bytes"}.get(arguments.target)
+    draft = arguments.draft or named
+    if draft is None and arguments.method != "plain":
+        raise InputError("--draft is missing: name the drafter of this target, or none to decode plainly")
+    return load_pair(
+        arguments.target,
+        None if draft in (None, "none") else draft,
+        arguments.dtype,
+        block_size=arguments.block_size,
+    )
+
+
+def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":
+    if no_chat or not text or pair.tokenizer is None or not pair.tokenizer.chat_template:
+        return text
+    return [{"role": "user", "content": text}]
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_new_tokens": arguments.max_new_tokens,
+        "steps_per_dispatch": arguments.steps_per_dispatch,
+    }
+
+
+def _write(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
+    """Decode; unless JSON is asked for, print each token as soon as it is accepted."""
+    from torch_dflash.generate import follow
+    from torch_dflash.tokenizer import TextPieces
+
+    moves = follow(pair, prompt, num_drafts=arguments.num_drafts, method=arguments.method, **_options(arguments))
+    pieces = None if arguments.json or pair.tokenizer is None else TextPieces(pair.tokenizer)
+    for move in moves:
+        if pieces is not None:
+            for drafted, group in groupby(zip(move.token_ids, move.drafted, strict=True), key=itemgetter(1)):
+                piece = pieces.feed(token for token, _ in group)
+                _print_piece(piece, (DRAFTED if drafted else OWN) if arguments.color else "")
+            sys.stdout.flush()
+    if pieces is not None:
+        print(pieces.finish())
+    assert move.result is not None
+    return move.result
+
+
+def _print_piece(piece: str, color: str) -> None:
+    """A letter of several tokens is printed in the color of the last one."""
+    sys.stdout.write(f"{color}{piece}{RESET}" if color and piece else piece)
+
+
+def _run_plain(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
+    from torch_dflash.generate import generate
+
+    return generate(pair, [prompt], method="plain", **_options(arguments))[0]
+
+
+def _report(pair: "Pair", result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        print(json.dumps(_document(result, plain, arguments)))
+        return
+    if pair.tokenizer is None:
+        print(" ".join(map(str, result.token_ids)))
+    print(f"\n{_line(result)}", file=sys.stderr)
+    if arguments.color:
+        print(f"{DRAFTED}accepted drafts{RESET}, {OWN}the target's own tokens{RESET}", file=sys.stderr)
+    if plain is not None:
+        print(f"plain: {_line(plain)}", file=sys.stderr)
+        print(_comparison_line(result, plain, arguments.dtype), file=sys.stderr)
+
+
+def _line(result: "Result") -> str:
+    s = result.stats
+    speed = f"{s.new_tokens} tokens, {s.tokens_per_second:.1f} tokens/s"
+    tau = f", tau {s.tau:.2f} ({s.steps} steps)" if len(s.accept_histogram) > 1 else ""
+    return f"{speed}{tau}, TTFT {s.ttft:.2f} s, TPOT {s.tpot * 1e3:.1f} ms, ended by {result.finish_reason}"
+
+
+def _comparison(result: "Result", plain: "Result") -> dict[str, Any]:
+    both = zip(result.token_ids, plain.token_ids, strict=False)
+    equal = result.token_ids == plain.token_ids
+    shorter = min(len(result.token_ids), len(plain.token_ids))
+    return {
+        "equal": equal,
+        "first_difference": None if equal else next((i for i, (a, b) in enumerate(both) if a != b), shorter),
+        "speed_up": plain.stats.tpot / result.stats.tpot if result.stats.tpot else None,
+    }
+
+
+def _comparison_line(result: "Result", plain: "Result", dtype: str) -> str:
+    found = _comparison(result, plain)
+    speed = "" if found["speed_up"] is None else f", {found['speed_up']:.2f}x the speed (TPOT, one run each)"
+    if found["equal"]:
+        return f"The outputs are equal{speed}."
+    why = "in bfloat16 near-ties may fall either way, float32 is exact"
+    if dtype == "float32":
+        why = "in float32 this is a defect, please report it"
+    return f"The outputs differ from token {found['first_difference']} on ({why}){speed}."
+
+
+def _document(result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> dict[str, Any]:
+    settings = ("target", "draft", "dtype", "method", "block_size", "num_drafts", "steps_per_dispatch", "seed")
+    document = {
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        "stats": dict(result.stats),
+        "settings": {name: getattr(arguments, name) for name in settings},
+    }
+    if plain is not None:
+        document["compare"] = {**_comparison(result, plain), "plain": dict(plain.stats)}
+    return document
