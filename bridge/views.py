@@ -71,8 +71,9 @@ _ENVIRONMENT = _environment()
 
 
 def to_jax(tensor: torch.Tensor) -> Array:
-    """The same memory as a JAX array, no copy (fp32, bf16, int32; contiguous, 64-byte aligned as torch allocates)."""
-    return jax.dlpack.from_dlpack(tensor.detach().contiguous())
+    """The tensor on JAX's default device. On CPU it is the same memory, no copy (fp32, bf16, int32; contiguous, 64-byte
+    aligned as torch allocates)."""
+    return jax.device_put(jax.dlpack.from_dlpack(tensor.detach().contiguous()), jax.devices()[0])
 
 
 def take_params(module: nn.Module) -> Params:

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = _parser().parse_args(argv)
         return arguments.run(arguments)
-    except InputError as error:
+    except (InputError, ImportError) as error:  # ImportError: versions that do not fit, a missing package
         print(f"torch-dflash: {error}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:

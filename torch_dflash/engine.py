@@ -100,7 +100,7 @@ class Engine:
 
     def step(self) -> Iterator[Run]:
         """Admit, reserve, dispatch, collect. Yields the runs that moved, finished ones for the last time."""
-        yield from self._admit()
+        yield from self.admit()
         if any(self.rows):
             self._reserve()
             yield from self._collect(*self._dispatch())
@@ -115,7 +115,7 @@ class Engine:
         with timed(f"compiled decode of {self.capacity.rows} row(s)"):
             self._dispatch(num_steps=0)
 
-    def _admit(self) -> Iterator[Run]:
+    def admit(self) -> Iterator[Run]:
         for row, run in enumerate(self.rows):
             if run is None and self.waiting:
                 run = Run(self.waiting.popleft(), time.perf_counter())

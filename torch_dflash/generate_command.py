@@ -13,10 +13,11 @@ from torch_dflash.errors import InputError
 
 # jax, torch and transformers take seconds to import: `--help` and bad arguments must not wait for them.
 if TYPE_CHECKING:
-    from torch_dflash.generate import Result
+    from torch_dflash.api import Result
     from torch_dflash.pair import Pair
     from torch_dflash.tokenizer import Prompt
 
+SHIPPED = ("default", "bytes")
 DRAFTED, OWN, RESET = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
 
 
@@ -104,16 +105,16 @@ def _use_compilation_cache() -> None:
 def _load(arguments: argparse.Namespace) -> "Pair":
     from torch_dflash.pair import load_pair
 
-    named = {"default": "default", "bytes": "bytes"}.get(arguments.target)
-    draft = arguments.draft or named
-    if draft is None and arguments.method != "plain":
+    return load_pair(arguments.target, _draft_name(arguments), arguments.dtype, block_size=arguments.block_size)
+
+
+def _draft_name(arguments: argparse.Namespace) -> str | None:
+    """The drafter to load: the one that belongs to a shipped target, or what --draft says. None loads none."""
+    if arguments.draft is None and arguments.target in SHIPPED:
+        return arguments.target
+    if arguments.draft is None and arguments.method != "plain":
         raise InputError("--draft is missing: name the drafter of this target, or none to decode plainly")
-    return load_pair(
-        arguments.target,
-        None if draft in (None, "none") else draft,
-        arguments.dtype,
-        block_size=arguments.block_size,
-    )
+    return None if arguments.draft == "none" else arguments.draft
 
 
 def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":
@@ -131,7 +132,7 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _write(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
     """Decode; unless JSON is asked for, print each token as soon as it is accepted."""
-    from torch_dflash.generate import follow
+    from torch_dflash.api import follow
     from torch_dflash.tokenizer import TextPieces
 
     moves = follow(pair, prompt, num_drafts=arguments.num_drafts, method=arguments.method, **_options(arguments))
@@ -154,14 +155,14 @@ def _print_piece(piece: str, color: str) -> None:
 
 
 def _run_plain(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
-    from torch_dflash.generate import generate
+    from torch_dflash.api import generate
 
     return generate(pair, [prompt], method="plain", **_options(arguments))[0]
 
 
 def _report(pair: "Pair", result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> None:
     if arguments.json:
-        print(json.dumps(_document(result, plain, arguments)))
+        print(json.dumps(_document(pair, result, plain, arguments)))
         return
     if pair.tokenizer is None:
         print(" ".join(map(str, result.token_ids)))
@@ -202,15 +203,29 @@ def _comparison_line(result: "Result", plain: "Result", dtype: str) -> str:
     return f"The outputs differ from token {found['first_difference']} on ({why}){speed}."
 
 
-def _document(result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> dict[str, Any]:
-    settings = ("target", "draft", "dtype", "method", "block_size", "num_drafts", "steps_per_dispatch", "seed")
+def _document(pair: "Pair", result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> dict[str, Any]:
     document = {
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "stats": dict(result.stats),
-        "settings": {name: getattr(arguments, name) for name in settings},
+        "settings": _settings(pair, arguments),
     }
     if plain is not None:
         document["compare"] = {**_comparison(result, plain), "plain": dict(plain.stats)}
     return document
+
+
+def _settings(pair: "Pair", arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the run really used, defaults resolved."""
+    num_drafts = pair.proposer(arguments.method, arguments.num_drafts).num_drafts
+    return {
+        "target": arguments.target,
+        "draft": _draft_name(arguments),
+        "dtype": arguments.dtype,
+        "method": "dflash" if num_drafts else "plain",
+        "block_size": pair.drafter.config.block_size if pair.drafter is not None and num_drafts else None,
+        "num_drafts": num_drafts,
+        "steps_per_dispatch": arguments.steps_per_dispatch,
+        "seed": arguments.seed,
+    }

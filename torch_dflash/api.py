@@ -54,10 +54,10 @@ def generate(
     InputError.
     """
     proposer = pair.proposer(method, num_drafts)
-    stop_ids = _stop_ids(pair, stop_token_ids, ignore_eos)
-    requests = [_request(pair, i, p, max_new_tokens, stop_ids) for i, p in enumerate(_listed(prompts))]
+    stop_ids = stop_ids_of(pair, stop_token_ids, ignore_eos)
+    requests = [make_request(pair, i, p, max_new_tokens, stop_ids) for i, p in enumerate(_listed(prompts))]
     runs = {r.index: Run(r, 0.0, finish_reason="length") for r in requests if r.max_new_tokens == 0}
-    engine, compile_time = _engine(pair, proposer, requests, steps_per_dispatch)
+    engine, compile_time = start_engine(pair, proposer, requests, steps_per_dispatch)
     while engine is not None and not engine.idle:
         runs |= {run.request.index: run for run in engine.step()}
     return [_result(pair, runs[r.index], proposer, compile_time, trace) for r in requests]
@@ -121,8 +121,8 @@ def follow(
 ) -> Iterator[Move]:
     """One prompt, watched: a `Move` after prefill and after every dispatch. The last has the result, with its trace."""
     proposer = pair.proposer(method, num_drafts)
-    request = _request(pair, 0, prompt, max_new_tokens, _stop_ids(pair, stop_token_ids, ignore_eos))
-    engine, compile_time = _engine(pair, proposer, [request], steps_per_dispatch)
+    request = make_request(pair, 0, prompt, max_new_tokens, stop_ids_of(pair, stop_token_ids, ignore_eos))
+    engine, compile_time = start_engine(pair, proposer, [request], steps_per_dispatch)
     return _moves(pair, proposer, request, engine, compile_time)
 
 
@@ -150,7 +150,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     return [listed] if single else listed
 
 
-def _stop_ids(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
+def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
     vocab_size = pair.target.config.vocab_size
     for token in stop_token_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
@@ -159,7 +159,7 @@ def _stop_ids(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tu
     return tuple(sorted({*own, *stop_token_ids}))
 
 
-def _request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Request:
+def make_request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Request:
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
         raise InputError(f"max_new_tokens is {max_new_tokens!r}: use an integer >= 0")
     ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
@@ -171,7 +171,7 @@ def _request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_i
     return Request(index, tuple(ids), min(max_new_tokens, room), stop_ids)
 
 
-def _engine(
+def start_engine(
     pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
 ) -> tuple[Engine | None, float]:
     """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
