@@ -8,11 +8,12 @@ it. Keys are the even and values the odd entries of the third axis. This is the 
 kernel on TPU.
 """
 
-import jax
-import jax.numpy as jnp
-from jax import Array
+from functools import partial
 
-from bridge.platform import from_storage, storage_dtype, to_storage
+import jax.numpy as jnp
+from jax import Array, lax
+
+from bridge.platform import from_storage, page_widths, storage_dtype, to_storage
 from bridge.positions import block_positions, slots
 
 HIDDEN = -1e30  # finite: a row of padding that sees nothing stays a number
@@ -45,16 +46,21 @@ def _at_least_two(where: Array, values: Array, dropped: int) -> tuple[Array, Arr
     return jnp.pad(where, (0, 1), constant_values=dropped), jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
 
 
-def _softmax_attention(q: Array, key: Array, value: Array, visible: Array) -> Array:
-    """q [R,T,H,d], key and value [R,K,N,d], visible bool [R,T,N] -> [R,T,H,d]. In float32, heads grouped H = K*G."""
+def _attend(q: Array, key: Array, value: Array, visible: Array) -> Array:
+    """q [R,T,H,d], key and value [R,m,K,s,d] in m runs of s positions, visible bool [R,T,m,s] -> [R,T,H,d]. In float32.
+
+    One softmax over all m*s keys. The runs (pages) stay a batch axis of the products, so that no key is moved.
+    """
     rows, width, heads, head_dim = q.shape
-    kv_heads = key.shape[1]
+    kv_heads = key.shape[2]
     grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
-    scores = jnp.einsum("rtkgd,rknd->rktgn", grouped, key.astype(jnp.float32)) * head_dim**-0.5
-    scores = jnp.where(visible[:, None, :, None, :], scores, HIDDEN)
-    weights = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum("rktgn,rknd->rtkgd", weights, value.astype(jnp.float32))
-    return out.reshape(q.shape).astype(q.dtype)
+    runs = jnp.broadcast_to(grouped[:, None], (rows, key.shape[1], *grouped.shape[1:]))
+    scores = jnp.einsum("rmtkgd,rmksd->rmktgs", runs, key.astype(jnp.float32)) * head_dim**-0.5
+    scores = jnp.where(visible.transpose(0, 2, 1, 3)[:, :, None, :, None, :], scores, HIDDEN)
+    weights = jnp.exp(scores - scores.max(axis=(1, 5), keepdims=True))
+    out = jnp.einsum("rmktgs,rmksd->rmktgd", weights, value.astype(jnp.float32)).sum(axis=1)
+    out = out / weights.sum(axis=(1, 5))[..., None]
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
 def paged_attention(
@@ -66,10 +72,22 @@ def paged_attention(
     Outputs of columns from num_new on are meaningless.
     """
     pool = write_pages(pool, key, value, tables, start, num_new)
-    rows, width, kv_heads, head_dim = key.shape
-    pages = from_storage(pool[tables]).reshape(rows, -1, kv_heads, 2, head_dim).transpose(3, 0, 2, 1, 4)
-    visible = jnp.arange(pages.shape[3]) <= block_positions(start, width)[:, :, None]
-    return _softmax_attention(q, pages[0], pages[1], visible), pool
+    widths = page_widths(tables.shape[1])
+    longest = jnp.where(num_new > 0, start + num_new, 0).max()
+    shorter = jnp.array([width * pool.shape[1] for width in widths[:-1]], jnp.int32) < longest
+    branches = [partial(_attend_pages, width) for width in widths]
+    return lax.switch(shorter.sum(), branches, q, pool, tables, start), pool
+
+
+def _attend_pages(width: int, q: Array, pool: Array, tables: Array, start: Array) -> Array:
+    """Attention over the first `width` pages of every row."""
+    rows, num_queries = q.shape[:2]
+    page_size, heads, head_dim = pool.shape[1:]
+    pages = from_storage(pool[tables[:, :width]]).reshape(rows, width, page_size, heads // 2, 2, head_dim)
+    pages = pages.transpose(4, 0, 1, 3, 2, 5)
+    key_at = jnp.arange(width * page_size, dtype=jnp.int32).reshape(width, page_size)
+    visible = key_at <= block_positions(start, num_queries)[:, :, None, None]
+    return _attend(q, pages[0], pages[1], visible)
 
 
 def draft_attention(
@@ -101,4 +119,4 @@ def draft_attention(
         visible &= jnp.abs(distance) < window
     keys = jnp.concatenate([from_storage(context_key), key.transpose(0, 2, 1, 3)], axis=2)
     values = jnp.concatenate([from_storage(context_value), value.transpose(0, 2, 1, 3)], axis=2)
-    return _softmax_attention(q, keys, values, visible)
+    return _attend(q, keys[:, None], values[:, None], visible[:, :, None])

@@ -35,3 +35,14 @@ def to_storage(values: Array, dtype: jnp.dtype) -> Array:
 def from_storage(stored: Array) -> Array:
     """Stored keys or values as numbers."""
     return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
+
+
+def page_widths(pages_per_row: int) -> list[int]:
+    """How many pages of each row attention may read, ascending; the last is all of them.
+
+    On CPU the device takes the narrowest that holds the longest row; each width costs compile time, so there are two.
+    A GPU would have to ask the host which to run.  Examples on CPU: 8 pages -> [4, 8]; 1 page -> [1].
+    """
+    if jax.default_backend() != "cpu" or pages_per_row == 1:
+        return [pages_per_row]
+    return [pages_per_row // 2, pages_per_row]
