@@ -1,8 +1,9 @@
 """The Python API: prompts in, results or a stream of text out."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from bridge.positions import pages_for, power_of_two
@@ -146,7 +147,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     listed = list(prompts)
     if not listed:
         raise InputError("prompts is empty: give at least one prompt")
-    single = all(isinstance(item, int) for item in listed) or all(isinstance(item, dict) for item in listed)
+    single = all(isinstance(item, Integral) for item in listed) or all(isinstance(item, Mapping) for item in listed)
     return [listed] if single else listed
 
 
@@ -192,7 +193,7 @@ def start_engine(
 
 
 def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace: bool) -> Result:
-    ids, times = run.token_ids, run.token_times
+    ids = run.token_ids
     text = None if pair.tokenizer is None else pair.tokenizer.decode(ids, skip_special_tokens=True)
     stats = Stats(
         prompt_tokens=len(run.request.prompt_ids),
@@ -200,9 +201,9 @@ def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace
         steps=len(run.trace),
         tau=tau(len(ids), len(run.trace)),
         accept_histogram=accept_histogram([entry.accepted for entry in run.trace], proposer.num_drafts),
-        ttft=times[0] - run.begin if times else 0.0,
-        tpot=tpot(times[0], times[-1], len(ids)) if times else 0.0,
-        tokens_per_second=len(ids) / (times[-1] - run.begin) if times else 0.0,
+        ttft=run.first_token_at - run.begin,
+        tpot=tpot(run.first_token_at, run.last_token_at, len(ids)),
+        tokens_per_second=len(ids) / (run.last_token_at - run.begin) if ids else 0.0,
         compile_time=compile_time,
     )
     assert run.finish_reason is not None

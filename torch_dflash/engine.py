@@ -6,8 +6,9 @@ Letters: R rows, N steps per dispatch.
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -47,7 +48,8 @@ class Run:
     token_ids: list[int] = field(default_factory=list)
     drafted: list[bool] = field(default_factory=list)  # of each token: it came from an accepted draft
     trace: list[TraceEntry] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
     finish_reason: str | None = None
 
     @property
@@ -66,7 +68,8 @@ class Run:
                 break
         self.token_ids += kept
         self.drafted += [i < len(ids) - 1 for i in range(len(kept))]
-        self.token_times.append(time.perf_counter())
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
         if self.finish_reason is None and len(self.token_ids) == self.request.max_new_tokens:
             self.finish_reason = "length"
         return kept
@@ -106,16 +109,25 @@ class Engine:
             yield from self._collect(*self._dispatch())
 
     def warm_up(self) -> None:
-        """Compile what the queued requests need. The state does not change: no step is taken, no row is written."""
+        """Compile what the queued requests need and the pair has not compiled yet. No step is taken, no row written."""
         widths = {w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)}
         for width in sorted(widths):
-            with timed(f"compiled prefill of {width} tokens"):
-                nowhere = np.array([self.capacity.rows], np.int32)
-                jax.block_until_ready(self._prefill(nowhere, np.zeros((1, width), np.int32), 0, 0, 0))
-        with timed(f"compiled decode of {self.capacity.rows} row(s)"):
-            self._dispatch(num_steps=0)
+            self._compile(f"compiled prefill of {width} tokens", partial(self._prefill_nothing, width))
+        self._compile(f"compiled decode of {self.capacity.rows} row(s)", partial(self._dispatch, num_steps=0))
+
+    def _compile(self, what: str, run: Callable[[], object]) -> None:
+        shapes = (what, self.proposer, self.capacity, self.max_steps, self.num_stop_ids)
+        if shapes not in self.pair.compiled:
+            with timed(what):
+                jax.block_until_ready(run())
+            self.pair.compiled.add(shapes)
+
+    def _prefill_nothing(self, width: int) -> jax.Array:
+        nowhere = np.array([self.capacity.rows], np.int32)
+        return self._prefill(nowhere, np.zeros((1, width), np.int32), 0, 0, 0)
 
     def admit(self) -> Iterator[Run]:
+        """Waiting requests take free rows and are prefilled. Yields them with their first token."""
         for row, run in enumerate(self.rows):
             if run is None and self.waiting:
                 run = Run(self.waiting.popleft(), time.perf_counter())

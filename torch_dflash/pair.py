@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +40,17 @@ class DrafterFunctions:
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """What `generate` needs: functions, their parameters, a tokenizer. `drafter` is None for a target alone."""
+    """What `generate` needs: functions, their parameters, a tokenizer. `drafter` is None for a target alone.
+
+    `compiled` remembers what has been compiled for this pair, so that warm-up happens once.
+    """
 
     target: TargetFunctions
     drafter: DrafterFunctions | None
     params: AllParams
     tokenizer: Any
     dtype: Any
+    compiled: set[Hashable] = field(default_factory=set)
 
     def proposer(self, method: str | None, num_drafts: int | None) -> DFlash | Plain:
         """The proposer of a method: "dflash", "plain", or None for dflash where there is a drafter."""
