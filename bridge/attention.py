@@ -4,8 +4,8 @@ Letters: R rows, T tokens, H query heads, K key/value heads, d head_dim, L layer
 M pages per row, N draft cache slots.
 
 The pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses
-it. Keys are the even and values the odd entries of the third axis. This is the layout of JAX's ragged paged attention
-kernel on TPU.
+it. Keys are the even and values the odd entries of the third axis. This is the layout of JAX's ragged paged
+attention kernel on TPU.
 """
 
 from functools import partial
@@ -47,7 +47,8 @@ def _at_least_two(where: Array, values: Array, dropped: int) -> tuple[Array, Arr
 
 
 def _attend(q: Array, key: Array, value: Array, visible: Array) -> Array:
-    """q [R,T,H,d], key and value [R,m,K,s,d] in m runs of s positions, visible bool [R,T,m,s] -> [R,T,H,d]. In float32.
+    """q [R,T,H,d], key and value [R,m,K,s,d] in m runs of s positions, visible bool [R,T,m,s] -> [R,T,H,d]. In
+    float32.
 
     One softmax over all m*s keys. The runs (pages) stay a batch axis of the products, so that no key is moved.
     """
@@ -66,10 +67,11 @@ def _attend(q: Array, key: Array, value: Array, visible: Array) -> Array:
 def paged_attention(
     q: Array, key: Array, value: Array, pool: Array, tables: Array, start: Array, num_new: Array
 ) -> tuple[Array, Array]:
-    """Write the new K/V, then let query i of row r see positions 0..start[r]+i. Causal; returns (out [R,T,H,d], pool).
+    """Write the new K/V, then let query i of row r see positions 0..start[r]+i. Causal; returns (out [R,T,H,d],
+    pool).
 
-    q [R,T,H,d], key and value [R,T,K,d], tables int32[R,M] (already offset to the layer), start and num_new int32[R].
-    Outputs of columns from num_new on are meaningless.
+    q [R,T,H,d], key and value [R,T,K,d], tables int32[R,M] (already offset to the layer), start and num_new
+    int32[R]. Outputs of columns from num_new on are meaningless.
     """
     pool = write_pages(pool, key, value, tables, start, num_new)
     widths = page_widths(tables.shape[1])
@@ -103,7 +105,8 @@ def draft_attention(
     """The drafter's block sees its context (positions 0..draft_len-1) and itself (positions draft_len..).
 
     q [R,B,H,d], key and value [R,B,K,d], context_key and context_value [R,K,N,d], draft_len int32[R] -> [R,B,H,d].
-    `causal` hides later block positions; with `window` W a query sees only |q - k| < W, each query by its own position.
+    `causal` hides later block positions; with `window` W a query sees only |q - k| < W, each query by its own
+    position.
     """
     rows, width = key.shape[:2]
     num_slots = context_key.shape[2]

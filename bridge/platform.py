@@ -19,8 +19,7 @@ def compiler_options() -> dict[str, str]:
 
 def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     """How cached keys and values of `dtype` are stored. XLA on CPU widens a whole bf16 array to f32 in order to write
-    or
-    gather a few rows of it, so there bf16 is stored as its bits."""
+    or gather a few rows of it, so there bf16 is stored as its bits."""
     bits = jax.default_backend() == "cpu" and dtype == jnp.bfloat16
     return jnp.dtype(jnp.uint16) if bits else jnp.dtype(dtype)
 
@@ -40,8 +39,8 @@ def from_storage(stored: Array) -> Array:
 def page_widths(pages_per_row: int) -> list[int]:
     """How many pages of each row attention may read, ascending; the last is all of them.
 
-    On CPU the device takes the narrowest that holds the longest row; each width costs compile time, so there are two.
-    A GPU would have to ask the host which to run.  Examples on CPU: 8 pages -> [4, 8]; 1 page -> [1].
+    On CPU the device takes the narrowest that holds the longest row; each width costs compile time, so there are
+    two. A GPU would have to ask the host which to run.  Examples on CPU: 8 pages -> [4, 8]; 1 page -> [1].
     """
     if jax.default_backend() != "cpu" or pages_per_row == 1:
         return [pages_per_row]

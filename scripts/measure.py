@@ -1,9 +1,11 @@
 """Measures this machine: DFlash, plain decoding and HF eager torch on the same weights and prompts, interleaved.
 
-Usage: .venv/bin/python scripts/measure.py [--target T --draft D --dtype bfloat16 --repeats 3]. Run it on an idle machine.
-Definitions: tokens/s = new tokens / (start of the request to its last token), compilation apart; a figure is the median over
-prompts and repeats, with its lowest and highest. Host share = 1 - (time in dispatches) / (time of the decode loop). Peak memory =
-growth of the resident set since the imports, at its highest, over the bytes of the weights. The last line is one JSON document.
+Usage: .venv/bin/python scripts/measure.py [--target T --draft D --dtype bfloat16 --repeats 3], on an idle machine.
+
+Definitions. tokens/s: new tokens / (start of the request to its last token), compilation apart. A figure is the median
+over prompts and repeats, with its lowest and highest; a ratio is taken within one prompt of one repeat. Host share:
+1 - (time in dispatches) / (time of the decode loop). Peak memory: growth of the resident set since the imports, at its
+highest, over the bytes of the weights. The last line is one JSON document.
 """
 
 import argparse

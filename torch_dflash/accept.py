@@ -3,16 +3,18 @@
 Letters: R rows, K number of drafts.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 
+@jax.named_scope("accept")
 def accept(draft_ids: Array, target_ids: Array) -> tuple[Array, Array]:
     """Greedy acceptance: draft_ids int32[R,K], target_ids int32[R,K+1] -> num_accepted, bonus, both int32[R].
 
-    num_accepted is the length of the matching PREFIX; the bonus is the target's own token behind it. What is emitted is
-    target_ids[:, :num_accepted + 1], so a draft never reaches the output by itself.
-    Example: drafts [[5, 6, 9]], target [[5, 6, 7, 8]] -> 2, bonus 7.
+    num_accepted is the length of the matching PREFIX; the bonus is the target's own token behind it. What is emitted
+    is target_ids[:, :num_accepted + 1], so a draft never reaches the output by itself. Example: drafts [[5, 6, 9]],
+    target [[5, 6, 7, 8]] -> 2, bonus 7.
     """
     matches = (draft_ids == target_ids[:, :-1]).astype(jnp.int32)
     num_accepted = jnp.cumprod(matches, axis=1).sum(axis=1, dtype=jnp.int32)

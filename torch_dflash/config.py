@@ -26,8 +26,8 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class YarnRope:
-    """YaRN scaling (HF `rope_type: yarn`). `attention_factor` is resolved by the reader: cos and sin are multiplied
-    by it."""
+    """YaRN scaling (HF `rope_type: yarn`). `attention_factor` is resolved by the reader: cos and sin are multiplied by
+    it."""
 
     theta: float
     factor: float

@@ -1,7 +1,7 @@
 """config.json -> the dataclasses of config.py. With config_rope.py the only reader of checkpoint key names.
 
-What changes the mathematics is read, checked, or refused by name. Absent fields follow Hugging Face's rules
-for the family, where these are not in doubt.
+What changes the mathematics is read, checked, or refused by name. Absent fields follow Hugging Face's rules for the
+family, where these are not in doubt.
 """
 
 from pathlib import Path

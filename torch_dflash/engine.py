@@ -58,8 +58,8 @@ class Run:
         return len(self.request.prompt_ids) + len(self.token_ids) - 1
 
     def take(self, ids: list[int]) -> list[int]:
-        """Append what a step emitted, accepted drafts and one token of the target's own, up to the first stop id or
-        the budget. Returns what was kept."""
+        """Append what a step emitted, accepted drafts and one token of the target's own, up to the first stop id or the
+        budget. Returns what was kept."""
         kept: list[int] = []
         for token in ids[: self.request.max_new_tokens - len(self.token_ids)]:
             kept.append(token)
@@ -145,7 +145,7 @@ class Engine:
             last = at + length == len(prompt)
             budget = request.max_new_tokens - 1 if last else 0
             token = self._prefill(np.array([row], np.int32), ids, at, length, budget)
-        return int(token[0])
+        return int(jax.device_get(token)[0])
 
     def _prefill(self, rows: np.ndarray, ids: np.ndarray, start: int, num_new: int, budget: int) -> jax.Array:
         scalars = [np.array([value], np.int32) for value in (start, num_new, budget)]

@@ -22,8 +22,8 @@ _ALLOWED = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
 
 
 def resolve_target(name: str, cache_dir: Path | None = None) -> Path:
-    """The folder of target `name`: "default", "bytes", a local folder, or a hub id (downloaded into the hub's
-    cache, or into `cache_dir`). Raises InputError."""
+    """The folder of target `name`: "default", "bytes", a local folder, or a hub id (downloaded into the hub's cache, or
+    into `cache_dir`). Raises InputError."""
     if name == "default":
         return default_target_folder()
     return _bytes_folder("target") if name == "bytes" else _folder_or_hub(name, "target", cache_dir)

@@ -117,8 +117,7 @@ def load_pair(
 
     `draft=None` loads the target alone. `dtype` is "float32" or "bfloat16". `block_size` runs the drafter with a
     smaller block than it was trained for (anchor included); larger ones are refused. Raises InputError for anything
-    that does not
-    fit.
+    that does not fit.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: use float32 or bfloat16")

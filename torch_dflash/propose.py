@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -111,6 +112,7 @@ class DFlash:
         draft_len = draft.draft_len.at[rows].set(start + num_new, mode="drop")
         return replace(draft, cache=cache, draft_len=draft_len)
 
+    @jax.named_scope("absorb")
     def absorb(self, params: AllParams, state: DecodeState) -> DraftState:
         """Everything pending goes into the draft cache: nothing twice, nothing lost."""
         draft = state.draft
@@ -119,6 +121,7 @@ class DFlash:
         rows = jnp.arange(pending.shape[0])
         return self.prefill(params, draft, rows, draft.context.features, draft.draft_len, pending)
 
+    @jax.named_scope("draft")
     def draft(self, params: AllParams, state: DecodeState) -> Array:
         draft = state.draft
         assert draft is not None

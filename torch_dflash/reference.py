@@ -1,10 +1,10 @@
 """The oracle: plain greedy decoding and plain DFlash in eager torch, for one prompt.
 
-No cache and no JAX: every round recomputes the target over the whole sequence and the drafter over the whole context,
-so lengths, slots and what an earlier round left behind cannot go wrong here.
+No cache and no JAX: every round recomputes the target over the whole sequence and the drafter over the whole
+context, so lengths, slots and what an earlier round left behind cannot go wrong here.
 
-Letters: T tokens, N keys, H query heads, K key/value heads, d head_dim, F tapped layers, D target hidden size,
-V vocabulary.
+Letters: T tokens, N keys, H query heads, K key/value heads, d head_dim, F tapped layers, D target hidden size, V
+vocabulary.
 """
 
 from collections.abc import Sequence

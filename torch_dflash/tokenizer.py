@@ -113,8 +113,8 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase | None, config_ids: Iterable[int]
 class TextPieces:
     """Token ids in, pieces of text out as soon as they are final.
 
-    All pieces joined equal `tokenizer.decode(ids, skip_special_tokens=True)`. A letter never comes in parts.
-    The cost grows linearly with the text.
+    All pieces joined equal `tokenizer.decode(ids, skip_special_tokens=True)`. A letter never comes in parts. The
+    cost grows linearly with the text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -178,8 +178,8 @@ def _token_bytes(token: str) -> bytes:
 
 
 class _WindowPieces:
-    """For other decoders (SentencePiece). A token's text depends on its neighbours, so a window is decoded:
-    the newest ids whose text is out, and those behind them. A run of byte tokens is settled where it ends."""
+    """For other decoders (SentencePiece). A token's text depends on its neighbours, so a window is decoded: the newest
+    ids whose text is out, and those behind them. A run of byte tokens is settled where it ends."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer

@@ -1,12 +1,14 @@
 """The target's side of a step: one causal pass over tokens at known positions, K/V into pages.
 
-Letters: R rows, T tokens, M pages per row, F tapped layers, D target hidden size, V vocabulary.
+Letters: R rows, T tokens, K number of drafts, M pages per row, F tapped layers, D target hidden size, V vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
 from bridge.attention import paged_attention
@@ -14,6 +16,8 @@ from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import TargetConfig
 from torch_dflash.models.target import Target
+from torch_dflash.sampling import greedy
+from torch_dflash.state import DecodeState
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,20 @@ def run_target(
         return paged_attention(q, k, v, pool, tables + layer * pages_per_layer, start, num_new)
 
     return target.forward(params, ids, block_positions(start, ids.shape[1]), taps, attend, pool)
+
+
+@jax.named_scope("verify")
+def verify(
+    target: TargetFunctions, params: Params, taps: tuple[int, ...], state: DecodeState, tables: Array, draft_ids: Array
+) -> tuple[DecodeState, Array, Array]:
+    """One pass over [anchor, drafts] at positions committed_len..; finished rows write nothing.
+
+    draft_ids int32[R,K]. Returns the state with the block's K/V in the pages, target_ids int32[R,K+1] (the target's
+    own token behind each of the block's) and features [R,K+1,F*D].
+    """
+    block_ids = jnp.concatenate([state.anchor[:, None], draft_ids], axis=1)
+    num_new = jnp.where(state.budget > 0, block_ids.shape[1], 0)
+    hidden, features, pool = run_target(
+        target, params, block_ids, taps, state.pool, tables, state.committed_len, num_new
+    )
+    return replace(state, pool=pool), greedy(target.logits(params, hidden)), features

@@ -1,7 +1,7 @@
 """safetensors files -> the parameters of a module. Bytes are read straight into tensors that torch allocated.
 
-Nothing is memory-mapped: these tensors later cross to JAX without a copy, which needs aligned memory that
-they own, and a mapping would count as a second copy of the model.
+Nothing is memory-mapped: these tensors later cross to JAX without a copy, which needs aligned memory that they own,
+and a mapping would count as a second copy of the model.
 """
 
 import json
@@ -37,8 +37,8 @@ class _Source:
 def load_weights(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
     """Fills `module` (on the meta device) from the safetensors of `folder`, cast to `dtype`, gradients off.
 
-    Module names are the checkpoint's without a leading "model.". Every result is fresh, contiguous and owned
-    by torch; beside them at most one source tensor is in memory. Raises InputError naming tensor and file.
+    Module names are the checkpoint's without a leading "model.". Every result is fresh, contiguous and owned by
+    torch; beside them at most one source tensor is in memory. Raises InputError naming tensor and file.
     """
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     sources = _sources(folder)

@@ -1,7 +1,7 @@
 """The DFlash v1 drafter (arXiv:2602.06036, section 3; parameter names of the z-lab checkpoints).
 
-Letters: R rows, T tokens, B block_size, F tapped layers, D target hidden size, E drafter hidden size, L drafter layers,
-K key/value heads, d head_dim.
+Letters: R rows, T tokens, B block_size, F tapped layers, D target hidden size, E drafter hidden size, L drafter
+layers, K key/value heads, d head_dim.
 """
 
 from typing import Any

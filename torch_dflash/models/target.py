@@ -41,8 +41,8 @@ class Target(nn.Module):
     ) -> tuple[Tensor, Tensor, Any]:
         """One pass over ids [R,T] at int32 positions [R,T].
 
-        Returns normed hidden states [R,T,D], features [R,T,F*D] (outputs of the layers `taps`, in that order) and the
-        cache that attention handed on. The last layer's output is tapped after the final norm, as in HF's
+        Returns normed hidden states [R,T,D], features [R,T,F*D] (outputs of the layers `taps`, in that order) and
+        the cache that attention handed on. The last layer's output is tapped after the final norm, as in HF's
         hidden_states.
         """
         rotary = self.rotary(positions)
