@@ -33,7 +33,7 @@ class _Progress(logging.Handler):
         sys.stderr.flush()
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: list[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torch-dflash",
         description="Speculative decoding by block diffusion (DFlash): a small drafter proposes a block of tokens in "
@@ -48,7 +48,24 @@ def _parser() -> argparse.ArgumentParser:
             "everything else to stderr.",
         )
     )
+    training = commands.add_parser(
+        "train",
+        help="train a drafter",
+        description="Train a DFlash drafter for a target: the target answers prompts, and a drafter learns to foresee "
+        "its answers.",
+    )
+    if argv[:1] == ["train"]:  # only then is it worth the seconds that its imports take
+        _add_training_arguments(training)
     return parser
+
+
+def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    try:
+        from torch_dflash.train import command
+    except ModuleNotFoundError as error:
+        raise InputError(f"training needs {error.name}: pip install 'torch-dflash[train]'") from None
+    command.add_arguments(parser)
+    parser.set_defaults(run=command.run)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        arguments = _parser().parse_args(argv)
+        argv = sys.argv[1:] if argv is None else argv
+        arguments = _parser(argv).parse_args(argv)
         return arguments.run(arguments)
     except (InputError, ImportError) as error:  # ImportError: versions that do not fit, a missing package
         print(f"torch-dflash: {error}", file=sys.stderr)
