@@ -1,0 +1,181 @@
+"""What a dispatch may do to the device: no compilation, no copy of the state, no talk with the host, no stray write."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import Loaded, prompt_of
+
+from bridge.platform import to_storage
+from torch_dflash import generate
+from torch_dflash.decode import decode_program, prefill_program
+from torch_dflash.engine import Engine, Request
+from torch_dflash.state import Capacity, DecodeState, DraftState
+
+PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
+POISON = 1e4
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of the compilations inside the block."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if event == COMPILED:
+            seen.append(str(details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:
+    engine = Engine(tiny.pair, tiny.pair.proposer("dflash", None), Capacity(4, pages_per_row, 16), steps)
+    for index, prompt in enumerate(prompts):
+        engine.submit(Request(index, tuple(prompt), 9, ()))
+    return engine
+
+
+def finish(engine: Engine) -> dict[int, tuple]:
+    runs = {}
+    while not engine.idle:
+        runs |= {run.request.index: run for run in engine.step()}
+    return {index: (run.token_ids, run.trace) for index, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def clean(tiny: Loaded) -> dict[int, tuple]:
+    """The answers of an undisturbed engine."""
+    return finish(engine_with(tiny))
+
+
+def test_compilations_are_counted() -> None:
+    with compilations() as seen:
+        jax.jit(lambda x: x * 3 + 41)(jnp.zeros(7))
+    assert seen
+
+
+def test_warm_up_compiles_everything(tiny: Loaded) -> None:
+    """Several prompts, widths, rows and dispatches, and not one compilation behind the warm-up."""
+    jax.clear_caches()  # or an earlier test might hide a compilation
+    prompts = [*PROMPTS, prompt_of(40)]
+    engine = engine_with(tiny, prompts, pages_per_row=4)
+    with compilations() as warming:
+        engine.warm_up()
+    with compilations() as seen:
+        answers = finish(engine)
+    assert warming
+    assert seen == []
+    assert len(answers) == len(prompts)
+
+
+def test_warm_up_leaves_no_trace(tiny: Loaded, clean: dict[int, tuple]) -> None:
+    engine = engine_with(tiny)
+    engine.warm_up()
+    for part in jax.tree.leaves(engine.state):
+        assert not np.asarray(part).any()
+    assert finish(engine) == clean
+
+
+def test_a_second_generation_compiles_nothing(tiny: Loaded) -> None:
+    arguments = {"max_new_tokens": 6, "ignore_eos": True}
+    generate(tiny.pair, PROMPTS[:2], **arguments)
+    with compilations() as seen:
+        generate(tiny.pair, PROMPTS[3:], **arguments)
+        generate(tiny.pair, [PROMPTS[2], PROMPTS[0]], stop_token_ids=[3], **arguments | {"max_new_tokens": 11})
+    assert seen == []
+
+
+def test_the_state_is_donated(tiny: Loaded) -> None:
+    engine = engine_with(tiny)
+    where = engine.state.pool.unsafe_buffer_pointer()
+    cache = engine.state.draft.cache.keys.unsafe_buffer_pointer()
+    while not engine.idle:
+        before = engine.state
+        list(engine.step())
+        assert all(part.is_deleted() for part in jax.tree.leaves(before))
+        assert engine.state.pool.unsafe_buffer_pointer() == where
+        assert engine.state.draft.cache.keys.unsafe_buffer_pointer() == cache
+
+
+def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
+    engine = engine_with(tiny)
+    proposer, params = engine.proposer, tiny.pair.params
+    tables, stop_ids = engine.pages.table(), np.full((4, 1), -1, np.int32)
+    decode = decode_program().lower(tiny.pair.target, proposer, 2, params, engine.state, tables, stop_ids, np.int32(2))
+    one = np.zeros(1, np.int32)
+    chunk = (one, np.zeros((1, 16), np.int32), one, one, one, stop_ids[:1])
+    prefill = prefill_program().lower(tiny.pair.target, proposer, params, engine.state, tables, *chunk)
+    for program in (decode.as_text(), prefill.as_text()):
+        assert "stablehlo.dot_general" in program
+        for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
+            assert word not in program
+
+
+def check_invariants(engine: Engine) -> None:
+    """DESIGN, section 4."""
+    state, block = jax.device_get(engine.state), engine.proposer.num_drafts + 1
+    assert (state.draft.draft_len <= state.committed_len).all()
+    engine.pages.check_integrity()
+    assert not state.pool[:: engine.capacity.num_pages].any()  # the NULL page of every layer
+    for row, run in enumerate(engine.rows):
+        if run is None:
+            assert state.budget[row] == 0
+            continue
+        assert state.committed_len[row] == run.committed_len  # the anchor's position
+        assert state.anchor[row] == run.token_ids[-1]
+        assert state.budget[row] == run.request.max_new_tokens - len(run.token_ids)
+        assert state.committed_len[row] + block <= engine.capacity.slots_per_row
+        assert state.committed_len[row] - state.draft.draft_len[row] <= state.draft.context.features.shape[1]
+
+
+def test_invariants_hold_after_every_dispatch(tiny: Loaded) -> None:
+    engine = engine_with(tiny)
+    while not engine.idle:
+        list(engine.step())
+        check_invariants(engine)
+
+
+def poisoned(engine: Engine) -> DecodeState:
+    """The engine's state with POISON wherever nothing has been committed."""
+    state, capacity = jax.device_get(engine.state), engine.capacity
+    committed = np.zeros((capacity.num_pages, capacity.page_size), bool)
+    for row, pages in enumerate(engine.pages.table()):
+        for position in range(state.committed_len[row] if engine.rows[row] else 0):
+            committed[pages[position // capacity.page_size], position % capacity.page_size] = True
+    layers = state.pool.shape[0] // capacity.num_pages
+    pool = np.where(np.tile(committed, (layers, 1))[:, :, None, None], state.pool, POISON)
+    draft = poisoned_draft(state.draft, (state.committed_len - state.draft.draft_len)[:, None])
+    state = replace(state, pool=pool, draft=draft)
+    stored = jax.tree.map(lambda new, old: to_storage(jnp.array(new), old.dtype), state, engine.state)
+    return jax.device_put(stored, jax.devices()[0])
+
+
+def poisoned_draft(draft: DraftState, pending: np.ndarray) -> DraftState:
+    """POISON in the slots from draft_len on and in the columns from `pending` [R,1] on."""
+    absorbed = np.arange(draft.cache.keys.shape[3]) < draft.draft_len[:, None]
+    cache = jax.tree.map(lambda part: np.where(absorbed[None, :, None, :, None], part, POISON), draft.cache)
+    columns = np.arange(draft.context.features.shape[1]) < pending
+    features = np.where(columns[:, :, None], draft.context.features, POISON)
+    return replace(draft, cache=cache, context=replace(draft.context, features=features))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["at the start", "before every dispatch"])
+def test_padding_content_changes_nothing(again: bool, tiny: Loaded, clean: dict[int, tuple]) -> None:
+    engine = engine_with(tiny)
+    runs = {}
+    while not engine.idle:
+        if again or not runs:
+            runs |= {run.request.index: run for run in engine.admit()}
+            engine.state = poisoned(engine)
+        runs |= {run.request.index: run for run in engine.step()}
+    assert {index: (run.token_ids, run.trace) for index, run in runs.items()} == clean
