@@ -42,11 +42,17 @@ def test_json_is_one_document_with_the_settings_in_use(
 ) -> None:
     assert main([*BYTES, "--json", "--compare", "--num-drafts", "5", "--seed", "7", PROMPT]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["token_ids"] == list(expected.token_ids) and document["text"] == expected.text
+    assert document["token_ids"] == expected.token_ids and document["text"] == expected.text
     assert document["stats"]["new_tokens"] == 40 and len(document["stats"]["accept_histogram"]) == 6
     assert document["settings"] == {
-        "target": "bytes", "draft": "bytes", "dtype": "float32", "method": "dflash",
-        "block_size": 16, "num_drafts": 5, "steps_per_dispatch": 4, "seed": 7,
+        "target": "bytes",
+        "draft": "bytes",
+        "dtype": "float32",
+        "method": "dflash",
+        "block_size": 16,
+        "num_drafts": 5,
+        "steps_per_dispatch": 4,
+        "seed": 7,
     }
     assert document["compare"]["equal"] and document["compare"]["plain"]["steps"] == 39
 
@@ -62,8 +68,8 @@ def test_trace_file_has_a_line_for_each_round(
 ) -> None:
     assert main([*BYTES, "--trace", str(tmp_path / "trace.jsonl"), PROMPT]) == 0
     rounds = [json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines()]
-    assert [r["proposed"] for r in rounds] == [list(entry.proposed) for entry in expected.trace]
-    assert [token for r in rounds for token in r["emitted"]] == list(expected.token_ids[1:])
+    assert [r["proposed"] for r in rounds] == [entry.proposed for entry in expected.trace]
+    assert [token for r in rounds for token in r["emitted"]] == expected.token_ids[1:]
 
 
 def test_color_shows_accepted_drafts(capsys: pytest.CaptureFixture, expected: torch_dflash.Result) -> None:
@@ -100,6 +106,8 @@ def test_help_and_bad_arguments_do_not_wait_for_jax() -> None:
     ("arguments", "named"),
     [
         (["--num-drafts", "16", PROMPT], "num_drafts is 16"),
+        (["--method", "plain", "--num-drafts", "3", PROMPT], "plain decoding drafts nothing"),
+        (["--draft", "none", "--block-size", "4", PROMPT], "no drafter to run"),
         (["--num-drafts", "many", PROMPT], "--num-drafts"),
         (["--block-size", "17", PROMPT], "block_size is 17"),
         (["--max-new-tokens", "-1", PROMPT], "max_new_tokens is -1"),

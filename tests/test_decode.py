@@ -32,26 +32,26 @@ class Told(Plain):
         wrong = position % jnp.array(self.wrong_at)[:, None] == 0
         return jnp.where(wrong, (right + 1) % VOCAB, right).astype(jnp.int32)
 
-    def rounds(self, row: int, request: Request) -> tuple[TraceEntry, ...]:
+    def rounds(self, row: int, request: Request) -> list[TraceEntry]:
         """What this drafter must lead to, from the definitions alone."""
         text, start, left = self.texts[row], len(request.prompt_ids), request.max_new_tokens - 1
         rounds = []
         while left > 0 and (not rounds or rounds[-1].emitted[-1] not in request.stop_ids):
             wrong = [(start + 1 + j) % self.wrong_at[row] == 0 for j in range(self.num_drafts)]
             right = text[start + 1 : start + 1 + self.num_drafts]
-            proposed = tuple((t + 1) % VOCAB if w else t for t, w in zip(right, wrong, strict=True))
+            proposed = [(t + 1) % VOCAB if w else t for t, w in zip(right, wrong, strict=True)]
             accepted = [*wrong, True].index(True)
             emitted = _until_stop(text[start + 1 : start + 2 + accepted][:left], request.stop_ids)
             rounds.append(TraceEntry(start, proposed, accepted, emitted))
             start, left = start + accepted + 1, left - len(emitted)
-        return tuple(rounds)
+        return rounds
 
 
-def _until_stop(ids: Sequence[int], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+def _until_stop(ids: Sequence[int], stop_ids: tuple[int, ...]) -> list[int]:
     for i, token in enumerate(ids):
         if token in stop_ids:
-            return tuple(ids[: i + 1])
-    return tuple(ids)
+            return list(ids[: i + 1])
+    return list(ids)
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def check(drafter: Told, done: Run) -> None:
     asked, row = done.request, done.request.index
     length = len(asked.prompt_ids)
     text = _until_stop(drafter.texts[row][length : length + asked.max_new_tokens], asked.stop_ids)
-    assert tuple(done.token_ids) == text
+    assert done.token_ids == text
     assert done.finish_reason == ("stop" if text[-1] in asked.stop_ids else "length")
     if len(text) > 1:
-        assert tuple(done.trace) == drafter.rounds(row, asked)
+        assert done.trace == drafter.rounds(row, asked)
     else:
         assert done.trace == []
 

@@ -22,7 +22,7 @@ SMALLER = [("qwen3-gqa", 5), ("trained-bytes", 9), ("llama3-rope", 6)]
 
 def rounds_of(result: Result) -> list[tuple]:
     assert result.trace is not None
-    return [(entry.start, list(entry.proposed), entry.accepted) for entry in result.trace]
+    return [(entry.start, entry.proposed, entry.accepted) for entry in result.trace]
 
 
 def expected_rounds(prompt: dict[str, Any]) -> list[tuple]:
@@ -36,11 +36,11 @@ def expected_rounds(prompt: dict[str, Any]) -> list[tuple]:
 def check(prompt: dict[str, Any], result: Result) -> None:
     length = len(prompt["prompt_ids"])
     assert rounds_of(result) == expected_rounds(prompt)
-    assert list(result.token_ids) == prompt["output_ids"][length:] == prompt["ar_output_ids"][length:]
+    assert result.token_ids == prompt["output_ids"][length:] == prompt["ar_output_ids"][length:]
     emitted = [token for entry in result.trace or () for token in entry.emitted]
-    assert [prompt["first_token"], *emitted] == list(result.token_ids)
+    assert [prompt["first_token"], *emitted] == result.token_ids
     for entry, step in zip(result.trace or (), prompt["steps"], strict=False):
-        assert list(entry.emitted) == [*step["draft_tokens"][: step["accepted"]], step["emitted"]][: len(entry.emitted)]
+        assert entry.emitted == [*step["draft_tokens"][: step["accepted"]], step["emitted"]][: len(entry.emitted)]
 
 
 @pytest.mark.parametrize("case", TRACES)
@@ -78,9 +78,9 @@ def test_budgets_and_stops_of_the_original() -> None:
         budget, stops = run["args"]["max_new_tokens"], run["args"].get("stop_token_ids", [])
         result = generate(pair, prompt["prompt_ids"], budget, stops, ignore_eos=True)[0]
         at = next((i + 1 for i, token in enumerate(full) if token in stops), len(full))
-        assert list(result.token_ids) == full[: min(at, budget)]
+        assert result.token_ids == full[: min(at, budget)]
         if data["mask_token_id"] not in stops:
-            assert list(result.token_ids) == run["output_ids"][length:]
+            assert result.token_ids == run["output_ids"][length:]
         assert result.finish_reason == ("stop" if result.token_ids[-1] in stops else "length")
     assert len(budget_and_stop_runs(data)) == 7
 
@@ -93,7 +93,7 @@ def test_smaller_blocks_accept_what_the_original_accepts(name: str, block_size: 
     prompt = data["prompts"][data["extra_runs"]["prompt"]]["prompt_ids"]
     pair = load_pair(golden(name) / "target", golden(name) / "draft", block_size=block_size)
     result = generate(pair, prompt, run["args"]["max_new_tokens"], trace=True, ignore_eos=True)[0]
-    assert list(result.token_ids) == run["output_ids"][len(prompt) :]
+    assert result.token_ids == run["output_ids"][len(prompt) :]
     accepted = [entry.accepted + 1 for entry in result.trace or ()]
     assert accepted == run["acceptance_lengths"][: len(accepted)]
     assert len(run["acceptance_lengths"]) - len(accepted) <= 1

@@ -56,7 +56,7 @@ def hf_rounds(
         out = candidates(self, input_ids, *args, **kwargs)
         drafts = out[0][0, input_ids.shape[1] :].tolist()
         if drafts:
-            rounds.append((input_ids.shape[1] - 1, tuple(drafts)))
+            rounds.append((input_ids.shape[1] - 1, drafts))
         return out
 
     spy.setattr(DFlashTokenCandidateGenerator, "get_candidates", listen)

@@ -111,7 +111,7 @@ def test_logits_and_tokens_equal_hugging_faces(case: Case) -> None:
     pair, ids = load_pair(case.folder, None), [*case.prompt_ids, *case.token_ids]
     np.testing.assert_allclose(our_logits(pair, ids), hf_logits(case.model, ids), rtol=0, atol=TOLERANCE)
     result = generate(pair, case.prompt_ids, NEW, ignore_eos=True)[0]
-    assert list(result.token_ids) == case.token_ids
+    assert result.token_ids == case.token_ids
     assert len(set(case.token_ids)) > 3
 
 
@@ -133,7 +133,7 @@ def test_eos_of_the_generation_config_ends_a_text(tmp_path: Path) -> None:
     model.generation_config.eos_token_id = [free[5], free[7]]
     model.save_pretrained(tmp_path)
     ours = generate(load_pair(tmp_path, None), prompt_ids, NEW)[0]
-    assert list(ours.token_ids) == hf_tokens(model, prompt_ids)
+    assert ours.token_ids == hf_tokens(model, prompt_ids)
     assert len(ours.token_ids) < NEW
     assert ours.finish_reason == "stop"
 

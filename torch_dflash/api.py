@@ -1,14 +1,14 @@
 """The Python API: prompts in, results or a stream of text out."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 from bridge.positions import pages_for, power_of_two
 from torch_dflash.engine import PAGE_SIZE, Engine, Request, Run, positions_needed
-from torch_dflash.errors import InputError
+from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.metrics import Stats, TraceEntry, accept_histogram, tau, tpot
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Proposer
@@ -27,11 +27,11 @@ class Result:
     per round when asked for, else it is None.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
     text: str | None
     finish_reason: str
     stats: Stats
-    trace: tuple[TraceEntry, ...] | None
+    trace: list[TraceEntry] | None
 
 
 def generate(
@@ -104,8 +104,8 @@ def _pieces(pair: Pair, moves: Iterator["Move"]) -> Iterator[str]:
 class Move:
     """What one dispatch added. `drafted[i]`: token i came from an accepted draft. `result` is there at the end only."""
 
-    token_ids: tuple[int, ...]
-    drafted: tuple[bool, ...]
+    token_ids: list[int]
+    drafted: list[bool]
     result: Result | None
 
 
@@ -134,16 +134,18 @@ def _moves(
     while engine is not None and not engine.idle:
         for run in engine.step():
             if run.finish_reason is None:
-                yield Move(tuple(run.token_ids[seen:]), tuple(run.drafted[seen:]), None)
+                yield Move(run.token_ids[seen:], run.drafted[seen:], None)
                 seen = len(run.token_ids)
     result = _result(pair, run, proposer, compile_time, trace=True)
-    yield Move(tuple(run.token_ids[seen:]), tuple(run.drafted[seen:]), result)
+    yield Move(run.token_ids[seen:], run.drafted[seen:], result)
 
 
 def _listed(prompts: Any) -> list[Prompt]:
     """A single text, message list or id list is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"prompts is {prompts!r}: give a list of texts, message lists or lists of token ids")
     listed = list(prompts)
     if not listed:
         raise InputError("prompts is empty: give at least one prompt")
@@ -152,32 +154,30 @@ def _listed(prompts: Any) -> list[Prompt]:
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
-    vocab_size = pair.target.config.vocab_size
-    for token in stop_token_ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise InputError(f"stop_token_ids has {token!r}: use ids in 0..{vocab_size - 1}")
+    """The ids that end a text: the user's and, unless `ignore_eos`, the model's own. Raises InputError."""
+    if not isinstance(stop_token_ids, Iterable):
+        raise InputError(f"stop_token_ids is {stop_token_ids!r}: give a list of token ids, empty for none")
+    highest = pair.target.config.vocab_size - 1
+    asked = [checked_integer(token, "an id in stop_token_ids", 0, highest, "the vocabulary") for token in stop_token_ids]
     own = () if ignore_eos else eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
-    return tuple(sorted({*own, *stop_token_ids}))
+    return tuple(sorted({*own, *asked}))
 
 
 def make_request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Request:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise InputError(f"max_new_tokens is {max_new_tokens!r}: use an integer >= 0")
+    """The request of a prompt. Its budget ends at the target's context limit. Raises InputError."""
+    budget = checked_integer(max_new_tokens, "max_new_tokens", 0)
     ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
-    room = pair.target.config.context_limit - len(ids)
-    if room < 1:
-        raise InputError(
-            f"the prompt has {len(ids)} tokens and the target's context {pair.target.config.context_limit}: shorten it"
-        )
-    return Request(index, tuple(ids), min(max_new_tokens, room), stop_ids)
+    limit = pair.target.config.context_limit
+    if len(ids) >= limit:
+        raise InputError(f"prompt has {len(ids)} tokens and the target's context {limit}: shorten it")
+    return Request(index, tuple(ids), min(budget, limit - len(ids)), stop_ids)
 
 
 def start_engine(
     pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
 ) -> tuple[Engine | None, float]:
     """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
-    if isinstance(steps_per_dispatch, bool) or not isinstance(steps_per_dispatch, int) or steps_per_dispatch < 1:
-        raise InputError(f"steps_per_dispatch is {steps_per_dispatch!r}: use an integer >= 1")
+    checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
     wanted = [r for r in requests if r.max_new_tokens > 0]
     if not wanted:
         return None, 0.0
@@ -185,7 +185,7 @@ def start_engine(
     longest = max(positions_needed(r, proposer) for r in wanted)
     rows = min(power_of_two(len(wanted)), MAX_ROWS)
     pages_per_row = power_of_two(pages_for(longest, PAGE_SIZE))
-    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), steps_per_dispatch)
+    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), int(steps_per_dispatch))
     for request in wanted:
         engine.submit(request)
     engine.warm_up()
@@ -207,4 +207,4 @@ def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace
         compile_time=compile_time,
     )
     assert run.finish_reason is not None
-    return Result(tuple(ids), text, run.finish_reason, stats, tuple(run.trace) if trace else None)
+    return Result(ids, text, run.finish_reason, stats, run.trace if trace else None)

@@ -217,8 +217,8 @@ def _take(run: Run, rounds: Round, i: int, row: int) -> None:
     """Round i of a row becomes a trace entry and new tokens."""
     accepted = int(rounds.num_accepted[i, row])
     kept = run.take(rounds.target_ids[i, row, : accepted + 1].tolist())
-    proposed = tuple(rounds.draft_ids[i, row].tolist())
-    run.trace.append(TraceEntry(int(rounds.start[i, row]), proposed, accepted, tuple(kept)))
+    proposed = rounds.draft_ids[i, row].tolist()
+    run.trace.append(TraceEntry(int(rounds.start[i, row]), proposed, accepted, kept))
 
 
 def positions_needed(request: Request, proposer: Proposer) -> int:

@@ -22,9 +22,9 @@ class TraceEntry(Record):
     """One round of one request."""
 
     start: int  # position of the anchor
-    proposed: tuple[int, ...]  # the drafts; proposed[j] guesses position start + j + 1
+    proposed: list[int]  # the drafts; proposed[j] guesses position start + j + 1
     accepted: int  # leading drafts that the target agreed with; never includes the bonus
-    emitted: tuple[int, ...]  # what reached the output: accepted drafts and bonus, less what stop or budget cut off
+    emitted: list[int]  # what reached the output: accepted drafts and bonus, less what stop or budget cut off
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Stats(Record):
     new_tokens: int
     steps: int
     tau: float
-    accept_histogram: tuple[int, ...]
+    accept_histogram: list[int]
     ttft: float
     tpot: float
     tokens_per_second: float
@@ -62,6 +62,6 @@ def tpot(first: float, last: float, new_tokens: int) -> float:
     return (last - first) / (new_tokens - 1) if new_tokens > 1 else 0.0
 
 
-def accept_histogram(accepted: Sequence[int], num_drafts: int) -> tuple[int, ...]:
+def accept_histogram(accepted: Sequence[int], num_drafts: int) -> list[int]:
     """How many steps accepted 0, 1, ... num_drafts drafts."""
-    return tuple(accepted.count(a) for a in range(num_drafts + 1))
+    return [accepted.count(a) for a in range(num_drafts + 1)]

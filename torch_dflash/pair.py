@@ -15,7 +15,7 @@ from jax import Array
 from bridge.views import lower, take_params
 from torch_dflash.config import DrafterConfig, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
-from torch_dflash.errors import InputError
+from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -57,26 +57,17 @@ class Pair:
         if method not in (None, "dflash", "plain"):
             raise InputError(f'method {method!r} is unknown: use "dflash" or "plain"')
         if method == "plain" or (method is None and self.drafter is None):
+            if num_drafts is not None:
+                raise InputError(f"num_drafts is {num_drafts!r}: plain decoding drafts nothing, leave it out")
             return Plain()
         if self.drafter is None:
             raise InputError('method "dflash" needs a drafter: load one with load_pair(target, draft), or use "plain"')
-        return DFlash(
-            self.drafter.config,
-            self.target,
-            self.drafter.absorb,
-            self.drafter.forward,
-            _checked_num_drafts(num_drafts, self.drafter.config.block_size),
-        )
-
-
-def _checked_num_drafts(num_drafts: int | None, block_size: int) -> int:
-    if num_drafts is None:
-        return block_size - 1
-    if isinstance(num_drafts, bool) or not isinstance(num_drafts, int) or not 1 <= num_drafts < block_size:
-        raise InputError(
-            f"num_drafts is {num_drafts!r}: a block of {block_size} (anchor included) gives 1..{block_size - 1} drafts"
-        )
-    return num_drafts
+        block_size = self.drafter.config.block_size
+        if num_drafts is None:
+            num_drafts = block_size - 1
+        why = f"a block of {block_size} is the anchor and its drafts"
+        num_drafts = checked_integer(num_drafts, "num_drafts", 1, block_size - 1, why)
+        return DFlash(self.drafter.config, self.target, self.drafter.absorb, self.drafter.forward, num_drafts)
 
 
 @contextmanager
@@ -119,8 +110,10 @@ def load_pair(
     smaller block than it was trained for (anchor included); larger ones are refused. Raises InputError for anything
     that does not fit.
     """
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: use float32 or bfloat16")
+    if block_size is not None and draft is None:
+        raise InputError(f"block_size is {block_size!r}: there is no drafter to run with it, leave it out")
     target_folder = resolve_target(str(target))
     draft_folder = None if draft is None else resolve_draft(str(draft))
     target_config = read_target_config(target_folder)
@@ -142,11 +135,8 @@ def _lower_drafter(
 ) -> tuple[DrafterFunctions, dict[str, Array]]:
     config, module = load_drafter(folder, dtype)
     if block_size is not None:
-        if not 2 <= block_size <= config.block_size:
-            usable = f"2..{config.block_size}"
-            raise InputError(
-                f"block_size is {block_size}: this drafter was trained for {config.block_size}; use {usable}"
-            )
+        why = f"the drafter was trained for {config.block_size}"
+        block_size = checked_integer(block_size, "block_size", 2, config.block_size, why)
         config = replace(config, block_size=block_size)
     functions = DrafterFunctions(config, lower(module, "absorb"), lower(module))
     return functions, take_params(module)

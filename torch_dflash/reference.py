@@ -19,12 +19,12 @@ from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
 
 
-def greedy(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+def greedy(target: Target, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
     """The new tokens of plain greedy decoding."""
     ids = list(prompt_ids)
     for _ in range(max_new_tokens):
         ids += _argmax(target_pass(target, ids)[0][-1:])
-    return tuple(ids[len(prompt_ids) :])
+    return ids[len(prompt_ids) :]
 
 
 def dflash(
@@ -34,10 +34,10 @@ def dflash(
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     num_drafts: int | None = None,
-) -> tuple[tuple[int, ...], tuple[TraceEntry, ...]]:
+) -> tuple[list[int], list[TraceEntry]]:
     """The new tokens, and one trace entry per round as `generate` gives it. num_drafts defaults to block_size - 1."""
     drafts = config.block_size - 1 if num_drafts is None else num_drafts
-    new, trace = list(greedy(target, prompt_ids, min(1, max_new_tokens))), list[TraceEntry]()
+    new, trace = greedy(target, prompt_ids, min(1, max_new_tokens)), list[TraceEntry]()
     while len(new) < max_new_tokens:
         ids = [*prompt_ids, *new]  # the last one is the anchor
         _, features = target_pass(target, ids[:-1], config.target_layer_ids)
@@ -46,9 +46,9 @@ def dflash(
         target_ids = _argmax(logits[len(ids) - 1 :])
         accepted = matching_prefix(draft_ids, target_ids)
         emitted = target_ids[: accepted + 1][: max_new_tokens - len(new)]
-        trace.append(TraceEntry(len(ids) - 1, tuple(draft_ids), accepted, tuple(emitted)))
+        trace.append(TraceEntry(len(ids) - 1, draft_ids, accepted, emitted))
         new += emitted
-    return tuple(new), tuple(trace)
+    return new, trace
 
 
 def matching_prefix(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:

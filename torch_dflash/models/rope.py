@@ -44,7 +44,7 @@ def _yarn(base: Tensor, rope: YarnRope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001
-    divide = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    divide = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
     return (1 - divide) * base + divide * base / rope.factor
 
 
