@@ -189,6 +189,6 @@ def test_metrics_by_example() -> None:
     assert metrics.tpot(first=1.0, last=3.0, new_tokens=5) == 0.5
     assert metrics.tpot(first=1.0, last=1.0, new_tokens=1) == 0.0
     assert metrics.accept_histogram([0, 3, 3, 1], num_drafts=3) == [1, 1, 0, 2]
-    assert metrics.accept_histogram([], num_drafts=2) == (0, 0, 0)
+    assert metrics.accept_histogram([], num_drafts=2) == [0, 0, 0]
     entry = metrics.TraceEntry(start=4, proposed=(1, 2), accepted=1, emitted=(1, 5))
     assert dict(entry) == {"start": 4, "proposed": (1, 2), "accepted": 1, "emitted": (1, 5)}

@@ -130,7 +130,7 @@ def test_plain_decoding_is_one_token_a_step(tiny: Loaded, texts: list[tuple[int,
     for row, done in enumerate(runs):
         budget = done.request.max_new_tokens
         assert tuple(done.token_ids) == texts[row][row + 2 : row + 2 + budget]
-        assert [(entry.proposed, entry.accepted) for entry in done.trace] == [((), 0)] * (budget - 1)
+        assert [(entry.proposed, entry.accepted) for entry in done.trace] == [([], 0)] * (budget - 1)
 
 
 def test_a_drafter_can_be_exchanged_without_touching_the_text(tiny: Loaded, texts: list[tuple[int, ...]]) -> None:

@@ -158,7 +158,7 @@ def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> 
     if not isinstance(stop_token_ids, Iterable):
         raise InputError(f"stop_token_ids is {stop_token_ids!r}: give a list of token ids, empty for none")
     highest = pair.target.config.vocab_size - 1
-    asked = [checked_integer(token, "an id in stop_token_ids", 0, highest, "the vocabulary") for token in stop_token_ids]
+    asked = [checked_integer(token, "an id in stop_token_ids", 0, highest) for token in stop_token_ids]
     own = () if ignore_eos else eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
     return tuple(sorted({*own, *asked}))
 
