@@ -1,0 +1,98 @@
+"""The target's own answers to prompts, written by this project's engine. Greedy.
+
+Sampled answers need the engine's sampler, which does not exist yet: `Request` is where a temperature will go. Until
+then `bulk.py`, made for accelerators, is the one that samples.
+"""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bridge.positions import pages_for
+from torch_dflash.engine import PAGE_SIZE, Engine, Request, positions_needed
+from torch_dflash.errors import InputError
+from torch_dflash.pair import Pair
+from torch_dflash.propose import Plain
+from torch_dflash.state import Capacity
+from torch_dflash.tokenizer import encode_prompt, eos_ids
+from torch_dflash.train.records import Answer, append_answers, mend, read_answers
+
+STEPS_PER_DISPATCH = 8
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How answers are made. `limit` None answers every prompt; longer prompts than max_prompt_tokens are left out."""
+
+    rows: int = 32
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 256
+    seed: int = 0
+    limit: int | None = None
+
+
+def encode_prompts(pair: Pair, prompts: Sequence[str], plan: AnswerPlan) -> dict[int, tuple[int, ...]]:
+    """Prompt index -> token ids, through the chat template where there is one; in the plan's shuffled order."""
+    order = list(range(len(prompts)))
+    random.Random(plan.seed).shuffle(order)
+    ids = {index: tuple(_encode(pair, prompts[index])) for index in order}
+    short = {index: prompt for index, prompt in ids.items() if len(prompt) <= plan.max_prompt_tokens}
+    return dict(list(short.items())[: plan.limit])
+
+
+def _encode(pair: Pair, text: str) -> list[int]:
+    if pair.tokenizer is None:
+        return list(text.encode())
+    chat = bool(pair.tokenizer.chat_template)
+    prompt = [{"role": "user", "content": text}] if chat else text
+    return encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
+
+
+def write_answers(pair: Pair, prompts: Sequence[str], path: Path, plan: AnswerPlan) -> None:
+    """Answer the prompts that `path` does not hold yet, and append each answer when it is finished.
+
+    May be killed at any moment: the next call goes on where this one stopped. Raises InputError when `path` was made
+    from other prompts.
+    """
+    mend(path)
+    wanted = encode_prompts(pair, prompts, plan)
+    for answer in read_answers(path):
+        if wanted.pop(answer.index, answer.prompt_ids) != answer.prompt_ids:
+            raise InputError(f"{path}: answer {answer.index} belongs to another prompt; use a new folder")
+    if wanted:
+        _run(pair, wanted, path, plan)
+
+
+def _run(pair: Pair, wanted: dict[int, tuple[int, ...]], path: Path, plan: AnswerPlan) -> None:
+    begin, tokens = time.perf_counter(), 0
+    with tqdm(total=len(wanted), desc="answers", unit="answer", mininterval=1) as bar:
+        for finished in _finished(pair, wanted, plan):
+            append_answers(path, finished)
+            tokens += sum(len(answer.answer_ids) for answer in finished)
+            bar.update(len(finished))
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - begin):.0f} tokens/s", refresh=False)
+
+
+def _finished(pair: Pair, wanted: dict[int, tuple[int, ...]], plan: AnswerPlan) -> Iterator[list[Answer]]:
+    """Answers as they finish, one list for each dispatch."""
+    stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
+    requests = [Request(index, ids, plan.max_new_tokens, stop_ids) for index, ids in wanted.items()]
+    engine = _engine(pair, requests, plan.rows)
+    while not engine.idle:
+        runs = {run.request.index: run for run in engine.step() if run.finish_reason is not None}
+        yield [Answer(run.request.index, run.request.prompt_ids, tuple(run.token_ids)) for run in runs.values()]
+
+
+def _engine(pair: Pair, requests: list[Request], rows: int) -> Engine:
+    proposer = Plain()
+    longest = max(positions_needed(request, proposer) for request in requests)
+    capacity = Capacity(rows, pages_for(longest, PAGE_SIZE), PAGE_SIZE)
+    engine = Engine(pair, proposer, capacity, STEPS_PER_DISPATCH)
+    for request in requests:
+        engine.submit(request)
+    engine.warm_up()
+    return engine

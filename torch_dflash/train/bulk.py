@@ -1,0 +1,154 @@
+"""Many answers at once, for an accelerator: a fixed batch, a contiguous K/V cache, the whole loop on the device.
+
+The engine serves requests one prefill at a time, which is right for serving and too slow for 100,000 answers. This one
+also samples: the first `num_sampled` tokens of a row are drawn at temperature 1, the rest is greedy.
+
+Letters: R rows, P prompt width, N new tokens at most, W = P + N slots, K key/value heads, H query heads, d head_dim.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from tqdm import tqdm
+
+from bridge.attention import HIDDEN
+from bridge.platform import compiler_options
+from bridge.positions import block_positions
+from bridge.views import Params
+from torch_dflash.train.features import causal_attention
+from torch_dflash.train.loss import product_dtype
+from torch_dflash.train.records import Answer
+from torch_dflash.verify import TargetFunctions
+
+Cache = tuple[tuple[Array, Array], ...]  # per layer: keys and values [R,K,W,d]
+
+
+@dataclass(frozen=True)
+class BulkPlan:
+    """The shapes of one batch."""
+
+    rows: int = 1024
+    prompt_width: int = 256
+    max_new_tokens: int = 256
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A prompt to be answered: which one, its ids, and how many tokens are to be drawn before the text turns greedy."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    num_sampled: int
+
+
+def _empty_cache(target: TargetFunctions, plan: BulkPlan, dtype: Any) -> Cache:
+    block = target.config.block
+    shape = (plan.rows, block.num_kv_heads, plan.prompt_width + plan.max_new_tokens, block.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(target.config.num_layers))
+
+
+def _with_layer(cache: Cache, layer: int, pair: tuple[Array, Array]) -> Cache:
+    return (*cache[:layer], pair, *cache[layer + 1 :])
+
+
+def _attend_prompt(layer: int, q: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+    """Causal attention among the prompt's tokens, whose keys and values fill slots 0..P-1."""
+    held = tuple(
+        lax.dynamic_update_slice(old, new.transpose(0, 2, 1, 3).astype(old.dtype), (0, 0, 0, 0))
+        for old, new in zip(cache[layer], (key, value), strict=True)
+    )
+    out, _ = causal_attention(layer, q, key, value, None)
+    return out, _with_layer(cache, layer, held)
+
+
+def _attend_token(at: Array) -> Callable[..., tuple[Array, Cache]]:
+    """Attention of one new token per row, at slot at[r], over slots 0..at[r]."""
+
+    def attend(layer: int, q: Array, key: Array, value: Array, cache: Cache) -> tuple[Array, Cache]:
+        rows, head_dim = q.shape[0], q.shape[-1]
+        row = jnp.arange(rows)
+        keys, values = (
+            old.at[row, :, at].set(new[:, 0].astype(old.dtype))
+            for old, new in zip(cache[layer], (key, value), strict=True)
+        )
+        dtype = product_dtype(q.dtype)
+        query = q.reshape(rows, keys.shape[1], -1, head_dim).astype(dtype)
+        scores = jnp.einsum("rkgd,rknd->rkgn", query, keys.astype(dtype), preferred_element_type=jnp.float32)
+        visible = jnp.arange(keys.shape[2]) <= at[:, None, None, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores * head_dim**-0.5, HIDDEN), axis=-1).astype(dtype)
+        out = jnp.einsum("rkgn,rknd->rkgd", weights, values.astype(dtype), preferred_element_type=jnp.float32)
+        return out.reshape(q.shape).astype(q.dtype), _with_layer(cache, layer, (keys, values))
+
+    return attend
+
+
+@functools.cache
+def bulk_program(target: TargetFunctions, plan: BulkPlan, stop_ids: tuple[int, ...]) -> Callable[..., tuple]:
+    """f(params, prompt_ids int32[R,P], lengths, num_sampled, key) -> (answers int32[R,N], lengths), all other int32[R].
+
+    An answer's length includes its stop id; what lies behind is zeros.
+    """
+
+    def pick(logits: Array, sampled: Array, key: Array) -> Array:
+        logits = logits.astype(jnp.float32)
+        return jnp.where(sampled, jax.random.categorical(key, logits), logits.argmax(axis=-1)).astype(jnp.int32)
+
+    def program(params: Params, prompt_ids: Array, lengths: Array, num_sampled: Array, key: Array) -> tuple:
+        start = jnp.zeros(plan.rows, jnp.int32)
+        cache = _empty_cache(target, plan, params["embed_tokens.weight"].dtype)
+        hidden, _, cache = target.forward(
+            params, prompt_ids, block_positions(start, plan.prompt_width), (), _attend_prompt, cache
+        )
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        first = pick(target.logits(params, last), num_sampled > 0, jax.random.fold_in(key, 0))
+        answers = jnp.zeros((plan.rows, plan.max_new_tokens), jnp.int32).at[:, 0].set(first)
+        done = jnp.isin(first, jnp.array(stop_ids))
+
+        def unfinished(carry: tuple) -> Array:
+            return (carry[0] < plan.max_new_tokens) & ~carry[3].all()
+
+        def one(carry: tuple) -> tuple:
+            count, token, answers, done, written, cache = carry
+            at = lengths + count - 1  # the position of `token`
+            hidden, _, cache = target.forward(params, token[:, None], at[:, None], (), _attend_token(at), cache)
+            new = pick(target.logits(params, hidden[:, 0]), num_sampled > count, jax.random.fold_in(key, count))
+            answers = answers.at[:, count].set(jnp.where(done, 0, new))
+            written = jnp.where(done, written, count + 1)
+            return count + 1, new, answers, done | jnp.isin(new, jnp.array(stop_ids)), written, cache
+
+        written = jnp.ones(plan.rows, jnp.int32)
+        carry = lax.while_loop(unfinished, one, (jnp.int32(1), first, answers, done, written, cache))
+        return carry[2], carry[4]
+
+    return jax.jit(program, compiler_options=compiler_options())
+
+
+def bulk_answers(
+    target: TargetFunctions,
+    params: Params,
+    openings: Sequence[Opening],
+    plan: BulkPlan,
+    stop_ids: tuple[int, ...],
+    seed: int,
+) -> Iterator[list[Answer]]:
+    """Answers in the order of the openings, one list for each batch. Prompts must fit in plan.prompt_width."""
+    program = bulk_program(target, plan, stop_ids)
+    for begin in tqdm(range(0, len(openings), plan.rows), desc="answers", unit="batch"):
+        some = openings[begin : begin + plan.rows]
+        prompts = np.zeros((plan.rows, plan.prompt_width), np.int32)
+        lengths, num_sampled = np.ones(plan.rows, np.int32), np.zeros(plan.rows, np.int32)
+        for row, opening in enumerate(some):
+            lengths[row], num_sampled[row] = len(opening.prompt_ids), opening.num_sampled
+            prompts[row, : lengths[row]] = opening.prompt_ids
+        key = jax.random.fold_in(jax.random.key(seed), begin)
+        ids, count = jax.device_get(program(params, prompts, lengths, num_sampled, key))
+        yield [
+            Answer(o.index, o.prompt_ids, tuple(ids[row, : count[row]].tolist()), o.num_sampled % plan.max_new_tokens)
+            for row, o in enumerate(some)
+        ]  # an answer drawn as a whole is trained on as a whole

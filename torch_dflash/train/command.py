@@ -1,0 +1,92 @@
+"""The arguments of `torch-dflash train`, and what it does with them."""
+
+import argparse
+from pathlib import Path
+
+from torch_dflash.errors import InputError
+from torch_dflash.train.answers import AnswerPlan
+from torch_dflash.train.batches import BatchPlan
+from torch_dflash.train.recipe import DrafterPlan, Recipe
+from torch_dflash.train.trainer import TrainPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand; the defaults suit one CPU core, those for an accelerator are in the README."""
+    add = parser.add_argument
+    add("prompts", nargs="+", type=Path, metavar="PROMPTS", help='files of JSON lines, {"turns": [text, ...]}')
+    add("--target", default="default", help="folder, hub id, or a shipped name (default: %(default)s)")
+    add("--out", type=Path, required=True, help="folder of the run; an interrupted run goes on from it")
+    add("--layers", type=int, default=3, help="drafter layers (default: %(default)s)")
+    add("--block-size", type=int, default=8, help="tokens of a block, anchor included (default: %(default)s)")
+    add("--taps", type=int, default=4, help="tapped target layers (default: %(default)s)")
+    add("--tap-layers", type=int, nargs="+", default=(), help="which layers, instead of DFlash's choice")
+    add("--mask-token-id", type=int, help="default: the last special token that no text contains")
+    add("--limit", type=int, help="answer only so many prompts")
+    add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    add("--answer-rows", type=int, default=32, help="answers written at a time (default: %(default)s)")
+    add("--accelerator", action="store_true", help="answers in bulk, features in device memory, loss over all ids")
+    add("--invent", type=int, default=0, help="with --accelerator: try so many prompts of the target's own")
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help="with --accelerator: answers to each prompt, after the first with varied openings",
+    )
+    add(
+        "--answer-tokens", type=float, default=float("inf"), help="with --accelerator: stop answering at so many tokens"
+    )
+    add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
+    add("--train-seconds", type=float, help="instead of --steps: as many as fit, compilation included")
+    add("--rows", type=int, default=16, help="texts of a step (default: %(default)s)")
+    add("--anchors", type=int, default=16, help="blocks of each text in a step (default: %(default)s)")
+    add("--learning-rate", type=float, default=6e-4, help="at its highest (default: %(default)s)")
+    add("--gamma", type=float, help="decay of the loss weights (default: 4 for blocks of 8, 7 for 16)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: %(default)s)")
+    add("--save-every", type=int, default=200, help="steps between checkpoints (default: %(default)s)")
+    add("--seed", type=int, default=0)
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """The arguments as a recipe. Raises InputError for some that do not fit together."""
+    if not args.accelerator and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
+        raise InputError("--invent, --rounds and --answer-tokens need --accelerator")
+    return Recipe(
+        drafter=DrafterPlan(args.layers, args.block_size, args.taps, tuple(args.tap_layers), args.mask_token_id),
+        answers=AnswerPlan(args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit),
+        batches=BatchPlan(args.rows, args.anchors, seed=args.seed),
+        training=TrainPlan(
+            steps=args.steps,
+            learning_rate=args.learning_rate,
+            gamma=args.gamma,
+            negatives=None if args.accelerator else TrainPlan().negatives,
+            compute=args.dtype,
+            seed=args.seed,
+            save_every=args.save_every,
+        ),
+        invented=args.invent,
+        accelerator=args.accelerator,
+        rounds=args.rounds,
+        answer_tokens=args.answer_tokens,
+        train_seconds=args.train_seconds,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The subcommand. Raises InputError."""
+    from torch_dflash.train.pipeline import make_drafter  # JAX and torch take seconds to load
+    from torch_dflash.train.records import read_prompts
+
+    drafter = make_drafter(args.target, [read_prompts(path) for path in args.prompts], recipe_of(args), args.out)
+    print(f"drafter: {drafter}")
+    return 0
+
+
+def main() -> int:
+    """`python -m torch_dflash.train.command`"""
+    parser = argparse.ArgumentParser(prog="torch-dflash train", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""The training loop, with checkpoints from which it goes on bit for bit, and a log."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from torch_dflash.errors import InputError
+from torch_dflash.train.batches import Order
+from torch_dflash.train.checkpoint import load_state, save_state, write_atomically
+from torch_dflash.train.features import FeatureStore
+from torch_dflash.train.loss import Measures
+from torch_dflash.train.trainer import Trainer, TrainState
+
+CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+
+
+def train(
+    trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, steps: int
+) -> Iterator[tuple[TrainState, Measures]]:
+    """Steps state.step..steps-1; yields after each. Nothing waits for the device in here."""
+    for number in range(int(state.step), steps):
+        batch, offsets = order.batch(number)
+        features = store.gather(offsets, batch.token_ids.shape[1])
+        state, measures = trainer.step(state, number, steps, features, batch)
+        yield state, measures
+
+
+def run(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, folder: Path, steps: int) -> TrainState:
+    """Train to step `steps`, from the folder's checkpoint where there is one.
+
+    May be killed at any moment: the next run repeats what the last checkpoint does not hold, with the same result.
+    Raises InputError when a checkpoint cannot be written (disk full); the one before it stays.
+    """
+    state = resume(state, folder)
+    begin, pending, first = time.perf_counter(), [], int(state.step)
+    trim_log(folder / LOG, first)
+    moved, every = state, trainer.plan
+    with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=1) as bar:
+        for number, (moved, measures) in enumerate(train(trainer, state, order, store, steps), first + 1):
+            pending.append(measures)
+            if number == steps or number % every.log_every == 0:
+                line = _log(folder / LOG, number, pending, time.perf_counter() - begin)
+                bar.set_postfix(loss=line["loss"], tau=line["tau"], refresh=False)
+                bar.update(len(pending))
+                pending = []
+            if number == steps or number % every.save_every == 0:
+                _save(folder / CHECKPOINT, moved, number, trainer)
+    return moved
+
+
+def resume(state: TrainState, folder: Path) -> TrainState:
+    """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes."""
+    path = folder / CHECKPOINT
+    if not path.exists():
+        return state
+    held, _ = load_state(path, state)
+    return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), held, state)
+
+
+def _save(path: Path, state: TrainState, number: int, trainer: Trainer) -> None:
+    try:
+        save_state(path, state, {"step": number, "plan": asdict(trainer.plan)})
+    except OSError as error:
+        reason = f"the checkpoint of step {number} cannot be written ({error.strerror or error})"
+        raise InputError(f"{path}: {reason}; the one before it is whole: make room and run again") from None
+
+
+def trim_log(path: Path, step: int) -> None:
+    """Drop the lines behind `step`, which will be written again, and a half-written one."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        kept = [line + "\n" for line in lines if json.loads(line)["step"] <= step]
+        write_atomically(path, "".join(kept).encode())
+
+
+def _log(path: Path, number: int, measures: list[Measures], seconds: float) -> dict[str, Any]:
+    """Write one line: means since the line before."""
+    mean = jax.tree.map(lambda *values: np.mean(np.stack(values), axis=0), *jax.device_get(measures))
+    line = {
+        "step": number,
+        "seconds": round(seconds, 1),
+        "loss": round(float(mean.loss), 4),
+        "tau": round(float(mean.tau), 4),
+        "accuracy": [round(float(value), 4) for value in mean.accuracy],
+    }
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return line

@@ -1,0 +1,157 @@
+"""The training loss: cross-entropy over randomly anchored blocks, many of them packed behind one text.
+
+Letters: R rows, T padded length, A anchors, B block_size, X feature width, E hidden size, H query heads, K key/value
+heads, G = H / K, d head_dim, V vocabulary, C candidates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bridge.attention import HIDDEN
+from bridge.positions import block_positions
+from bridge.views import Params, lower, take_rows
+from torch_dflash.config import DrafterConfig
+from torch_dflash.models.drafter import Drafter
+from torch_dflash.train.batches import Batch
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Frozen:
+    """What training reads of the target and never changes: embedding and head [V,E]; one array when they are tied."""
+
+    embedding: Array
+    head: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Candidates:
+    """The part of the vocabulary that the loss runs over: ids int32[C], and index int32[V], the place of each id in it.
+
+    Every label must be among the ids. `None` in its place means the whole vocabulary.
+    """
+
+    ids: Array
+    index: Array
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The drafter's methods as pure JAX functions."""
+
+    config: DrafterConfig
+    absorb: Callable[..., tuple[Array, Array]]
+    forward: Callable[..., Array]
+
+
+def lower_drafter(module: Drafter, config: DrafterConfig) -> Lowered:
+    """Lower a drafter for training. Its layers must see the whole context and, without causality, their own block."""
+    assert all(layer.window is None and not layer.causal for layer in config.layers), "only full attention is trained"
+    return Lowered(config, lower(module, "absorb"), lower(module))
+
+
+def product_dtype(dtype: Any) -> Any:
+    """XLA on CPU has no batched bf16 products with an f32 result."""
+    return jnp.float32 if jax.default_backend() == "cpu" else dtype
+
+
+def packed_attention(q: Array, key: Array, value: Array, ctx_key: Array, ctx_value: Array, anchors: Array) -> Array:
+    """Block a of row r sees the context strictly before its anchor, and itself, in both directions; no other block.
+
+    q [R,A*B,H,d], key and value [R,A*B,K,d] of the noise; ctx_key and ctx_value [R,T,K,d]; anchors int32[R,A].
+    """
+    rows, _, heads, head_dim = q.shape
+    num_anchors, kv_heads, dtype = anchors.shape[1], key.shape[2], product_dtype(q.dtype)
+    blocks = (rows, num_anchors, -1, kv_heads)
+    query = q.reshape(*blocks, heads // kv_heads, head_dim).astype(dtype)
+    key, value = (x.reshape(*blocks, head_dim).astype(dtype) for x in (key, value))
+    ctx_key, ctx_value = ctx_key.astype(dtype), ctx_value.astype(dtype)
+
+    def product(spec: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+    before = jnp.arange(ctx_key.shape[1]) < anchors[:, :, None]  # [R,A,T]
+    on_context = jnp.where(before[:, None, :, None, None, :], product("rabkgd,rtkd->rkabgt", query, ctx_key), HIDDEN)
+    on_block = product("rabkgd,rackd->rkabgc", query, key)
+    weights = jax.nn.softmax(jnp.concatenate([on_context, on_block], axis=-1) * head_dim**-0.5, axis=-1).astype(dtype)
+    split = ctx_key.shape[1]
+    out = product("rkabgt,rtkd->rabkgd", weights[..., :split], ctx_value)
+    out += product("rkabgc,rackd->rabkgd", weights[..., split:], value)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def block_hidden(
+    drafter: Lowered, params: Params, embedding: Array, features: Array, token_ids: Array, anchors: Array
+) -> Array:
+    """Normed hidden states [R,A,B,E] of the blocks anchored at `anchors`; column 0 is the anchor's own."""
+    rows, width = token_ids.shape
+    size = drafter.config.block_size
+    ctx_at = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    keys, values = drafter.absorb(params, features, ctx_at)
+    anchor_ids = jnp.take_along_axis(token_ids, anchors, axis=1)
+    noise_ids = jnp.pad(
+        anchor_ids[:, :, None], ((0, 0), (0, 0), (0, size - 1)), constant_values=drafter.config.mask_token_id
+    )
+    noise = take_rows(embedding, noise_ids.reshape(rows, -1)).astype(features.dtype)
+    positions = block_positions(anchors.reshape(-1), size).reshape(rows, -1)
+
+    def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
+        return packed_attention(q, k, v, keys[layer], values[layer], anchors), None
+
+    hidden = drafter.forward(params, noise, positions, attend, None)
+    return hidden.reshape(*anchors.shape, size, -1)
+
+
+def block_labels(batch: Batch, block_size: int) -> tuple[Array, Array]:
+    """What positions anchor+1..anchor+B-1 hold: labels int32[R,A,B-1], and which of them are inside the text."""
+    at = batch.anchors[:, :, None] + jnp.arange(1, block_size)
+    inside = (at < batch.lengths[:, None, None]) & batch.used[:, :, None]
+    rows, width = batch.token_ids.shape
+    at = jnp.minimum(at, width - 1)
+    labels = jnp.take_along_axis(batch.token_ids, at.reshape(rows, -1), axis=1).reshape(at.shape)
+    return labels, inside
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Measures:
+    """Of one batch: loss; tau as if every anchor of the texts were one decoding step; share of right guesses [B-1]."""
+
+    loss: Array
+    tau: Array
+    accuracy: Array
+
+
+def block_loss(
+    drafter: Lowered,
+    gamma: float,
+    params: Params,
+    frozen: Frozen,
+    features: Array,
+    batch: Batch,
+    candidates: Candidates | None,
+) -> tuple[Array, Measures]:
+    """Mean cross-entropy of the masked positions k = 1..B-1, weighted exp(-(k-1)/gamma)."""
+    hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
+    labels, inside = block_labels(batch, drafter.config.block_size)
+    head = frozen.head if candidates is None else take_rows(frozen.head, candidates.ids)
+    labels = labels if candidates is None else candidates.index[labels]
+    logits = jnp.einsum("rabe,ce->rabc", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    loss = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    weight = inside * jnp.exp(-jnp.arange(drafter.config.block_size - 1) / gamma)
+    mean = (loss * weight).sum() / jnp.maximum(weight.sum(), 1e-6)
+    return mean, _measures(mean, logits.argmax(axis=-1) == labels, inside, batch.used)
+
+
+def _measures(loss: Array, right: Array, inside: Array, used: Array) -> Measures:
+    right = right & inside
+    accepted = jnp.cumprod(right.astype(jnp.int32), axis=-1).sum(axis=-1)
+    tau = 1 + (accepted * used).sum() / jnp.maximum(used.sum(), 1)
+    accuracy = right.sum(axis=(0, 1)) / jnp.maximum(inside.sum(axis=(0, 1)), 1)
+    return Measures(loss, tau, accuracy)

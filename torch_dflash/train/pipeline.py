@@ -1,0 +1,118 @@
+"""The stages of training, each resumable: answers, features, training, export. `command.py` calls them."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+
+from bridge.views import Params, take_params
+from torch_dflash.config import DrafterConfig
+from torch_dflash.errors import InputError
+from torch_dflash.hub import resolve_target
+from torch_dflash.models.target import Target
+from torch_dflash.pair import Pair, load_pair, load_target
+from torch_dflash.train.batches import Data, Order
+from torch_dflash.train.checkpoint import write_atomically
+from torch_dflash.train.export import export_drafter
+from torch_dflash.train.features import FeatureStore, cache_features, device_features
+from torch_dflash.train.loop import LOG, run, train
+from torch_dflash.train.loss import Frozen, lower_drafter
+from torch_dflash.train.plot import plot_log
+from torch_dflash.train.recipe import Recipe
+from torch_dflash.train.texts import free_mask_id, label_vocabulary, make_answers, prepare
+from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
+from torch_dflash.train.warm_start import default_taps, drafter_config, on_device, warm_start
+
+CALIBRATION_STEPS = 30
+
+
+def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> Path:
+    """All stages in `folder`, from groups (files) of prompts; what is there already is not made again.
+
+    Returns the folder of the finished drafter.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pair = load_pair(target, None, recipe.training.compute)
+    data = prepare(make_answers(pair, groups, recipe, folder), recipe.batches.max_tokens)
+    if len(data.lengths) < recipe.batches.rows:
+        raise InputError(
+            f"{len(data.lengths)} usable answers do not fill a step of {recipe.batches.rows}: lower --rows"
+        )
+    config = _config(pair, data, recipe)
+    params = on_device(pair.params["target"])
+    trainer, state = make_trainer(
+        load_target(resolve_target(target), torch.float32)[1], config, params, data, recipe.training
+    )
+    store: FeatureStore
+    if recipe.accelerator:
+        store = device_features(pair.target, params, config.target_layer_ids, data)
+    else:
+        store = cache_features(pair.target, params, config.target_layer_ids, data, folder)
+    order = Order(data, recipe.batches)
+    steps = settled_steps(trainer, state, order, store, recipe, folder)
+    state = run(trainer, state, order, store, folder, steps)
+    eos = pair.target.config.eos_token_ids
+    export_drafter(config, state.params, folder / "drafter", eos[0] if eos else None)
+    plot_log(folder / LOG, folder / "log.png")
+    return folder / "drafter"
+
+
+def _config(pair: Pair, data: Data, recipe: Recipe) -> DrafterConfig:
+    plan, target = recipe.drafter, pair.target.config
+    mask = free_mask_id(pair, data) if plan.mask_token_id is None else plan.mask_token_id
+    taps = plan.taps or default_taps(target.num_layers, plan.num_taps)
+    return drafter_config(target, plan.num_layers, plan.block_size, mask, taps)
+
+
+def make_trainer(
+    target: Target, config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
+) -> tuple[Trainer, TrainState]:
+    """A warm-started drafter, ready to train. `target` still holds its weights."""
+    module = warm_start(config, target)
+    lowered = lower_drafter(module, config)
+    params, buffers = split_buffers(take_params(module))
+    embedding = target_params["embed_tokens.weight"]
+    frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding))
+    vocabulary = None if plan.negatives is None else label_vocabulary(data)
+    trainer = Trainer(lowered, frozen, on_device(buffers), plan, vocabulary, mesh)
+    return trainer, trainer.start(on_device(params))
+
+
+def timed_steps(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, seconds: float) -> int:
+    """How many steps fit in `seconds`: some are tried on a copy of the state, which also compiles them."""
+    begin = time.perf_counter()
+    widths = {order.width_of(step): step for step in range(order.steps_per_epoch)}
+    copy = jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+    def do(copy: TrainState, step: int) -> TrainState:
+        copy = replace(copy, step=copy.step * 0 + step)
+        return next(train(trainer, copy, order, store, step + 1))[0]
+
+    for step in widths.values():
+        copy = jax.block_until_ready(do(copy, step))
+    compiled = time.perf_counter()
+    for step in range(CALIBRATION_STEPS):
+        copy = do(copy, step)
+    jax.block_until_ready(copy)
+    now = time.perf_counter()
+    return max(CALIBRATION_STEPS, int((seconds - (now - begin)) / ((now - compiled) / CALIBRATION_STEPS)))
+
+
+def settled_steps(
+    trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, recipe: Recipe, folder: Path
+) -> int:
+    """The number of steps: that of an earlier start of this run, the recipe's, or what the time allows."""
+    path = folder / "steps.json"
+    if path.exists():
+        return int(json.loads(path.read_text())["steps"])
+    steps = recipe.training.steps
+    if recipe.train_seconds is not None:
+        steps = timed_steps(trainer, state, order, store, recipe.train_seconds)
+    write_atomically(path, json.dumps({"steps": steps}).encode())
+    return steps

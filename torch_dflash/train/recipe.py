@@ -1,0 +1,34 @@
+"""What a training run is made of."""
+
+from dataclasses import dataclass, field
+
+from torch_dflash.train.answers import AnswerPlan
+from torch_dflash.train.batches import BatchPlan
+from torch_dflash.train.trainer import TrainPlan
+
+
+@dataclass(frozen=True)
+class DrafterPlan:
+    """The drafter's shape. mask_token_id None: the last special token that no text contains."""
+
+    num_layers: int = 3
+    block_size: int = 8
+    num_taps: int = 4
+    taps: tuple[int, ...] = ()  # empty: DFlash's own choice of num_taps
+    mask_token_id: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a training run is made of."""
+
+    drafter: DrafterPlan = field(default_factory=DrafterPlan)
+    answers: AnswerPlan = field(default_factory=AnswerPlan)
+    batches: BatchPlan = field(default_factory=BatchPlan)
+    training: TrainPlan = field(default_factory=TrainPlan)
+    invented: int = 0
+    accelerator: bool = False  # answers in bulk and features in device memory, instead of engine and disk
+    rounds: int = 1  # bulk answers: once greedily, then with varied openings, until one of these limits
+    answer_seconds: float = float("inf")
+    answer_tokens: float = float("inf")
+    train_seconds: float | None = None  # steps are set from the measured time of a step

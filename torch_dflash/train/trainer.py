@@ -1,0 +1,152 @@
+"""One training step: AdamW on the lowered drafter. The data of a step depends on nothing but its number."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bridge.views import Params
+from torch_dflash.train.batches import Batch, generator
+from torch_dflash.train.loss import Candidates, Frozen, Lowered, Measures, block_loss
+
+BUFFERS = ("rotary.inv_freq",)  # part of a module's state, never trained, never cast
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """How a drafter is trained. gamma None: 4, 5, 7 for blocks of 8, 10, 16.
+
+    negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
+    compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
+    """
+
+    steps: int = 2000
+    learning_rate: float = 6e-4
+    warm_up: float = 0.04
+    clip: float = 1.0
+    weight_decay: float = 0.01
+    gamma: float | None = None
+    negatives: int | None = 1024
+    compute: str = "bfloat16"
+    seed: int = 0
+    log_every: int = 20
+    save_every: int = 200
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that changes. Its step also says which data comes next."""
+
+    params: Params
+    optimiser: Any
+    step: Array  # int32[]
+
+
+def make_optimiser(plan: TrainPlan) -> optax.GradientTransformation:
+    """Clipping and AdamW; its updates are still to be multiplied by -learning_rate."""
+    return optax.chain(
+        optax.clip_by_global_norm(plan.clip),
+        optax.scale_by_adam(b2=0.95),
+        optax.add_decayed_weights(plan.weight_decay),
+    )
+
+
+def learning_rate(plan: TrainPlan, step: Array, steps: Array) -> Array:
+    """Warm-up, then cosine to zero at `steps`; which is an argument, so that its value costs no compilation."""
+    warm_up = jnp.maximum(steps * plan.warm_up, 1.0)
+    done = (step - warm_up) / jnp.maximum(steps - warm_up, 1.0)
+    falling = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(done, 0.0, 1.0)))
+    return plan.learning_rate * jnp.minimum((step + 1) / warm_up, falling)
+
+
+def split_buffers(params: Params) -> tuple[Params, Params]:
+    """(trained parameters, buffers)"""
+    trained = {name: value for name, value in params.items() if name not in BUFFERS}
+    return trained, {name: value for name, value in params.items() if name in BUFFERS}
+
+
+@dataclass(frozen=True, eq=False)
+class Trainer:
+    """What never changes in a run.
+
+    vocabulary: int32, ascending, every id that occurs as a label; None: the loss is over all ids.
+    mesh: the rows of a batch are spread over its axis "data"; None for one device.
+    """
+
+    drafter: Lowered
+    frozen: Frozen
+    buffers: Params
+    plan: TrainPlan
+    vocabulary: np.ndarray | None
+    mesh: Mesh | None = None
+
+    def start(self, params: Params) -> TrainState:
+        """The state before the first step. `params` are the trained ones, float32; they are copied."""
+        params = {name: jnp.array(value, jnp.float32, copy=True) for name, value in params.items()}
+        state = TrainState(params, make_optimiser(self.plan).init(params), jnp.int32(0))
+        # Placed explicitly: an unplaced first state would compile the step twice.
+        return jax.device_put(state, self._everywhere)
+
+    @property
+    def _everywhere(self) -> Any:
+        return jax.devices()[0] if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def step(
+        self, state: TrainState, number: int, steps: int, features: Any, batch: Batch
+    ) -> tuple[TrainState, Measures]:
+        """Step `number` of `steps`. `state` is donated. Does not wait for the device."""
+        if self.mesh is not None:
+            batch, features = jax.device_put((batch, features), NamedSharding(self.mesh, PartitionSpec("data")))
+        candidates = self.candidates(number)
+        return self._compiled(state, np.float32(steps), self._frozen, features, batch, candidates)
+
+    def candidates(self, number: int) -> Candidates | None:
+        """The label vocabulary and, beside it, ids drawn afresh for each step."""
+        if self.vocabulary is None:
+            return None
+        others, count = self._other_ids, min(self.plan.negatives or 0, len(self._other_ids))
+        drawn = generator(self.plan.seed, 3, number).choice(others, count, replace=False)
+        index = np.zeros(self.frozen.head.shape[0], np.int32)
+        index[self.vocabulary] = np.arange(len(self.vocabulary))
+        return Candidates(np.concatenate([self.vocabulary, drawn]), index)
+
+    @functools.cached_property
+    def _other_ids(self) -> np.ndarray:
+        assert self.vocabulary is not None
+        return np.setdiff1d(np.arange(self.frozen.head.shape[0], dtype=np.int32), self.vocabulary)
+
+    @functools.cached_property
+    def _frozen(self) -> Frozen:
+        return self.frozen if self.mesh is None else jax.device_put(self.frozen, self._everywhere)
+
+    def loss(self, params: Params, frozen: Frozen, features: Any, batch: Batch, candidates: Any) -> Any:
+        """(loss, measures), with products in the plan's dtype. `params` are the trained ones."""
+        params, frozen, features = jax.tree.map(lambda x: x.astype(self.plan.compute), (params, frozen, features))
+        gamma = self.plan.gamma or gamma_of(self.drafter.config.block_size)
+        return block_loss(self.drafter, gamma, params | self.buffers, frozen, features, batch, candidates)
+
+    @functools.cached_property
+    def _compiled(self) -> Callable[..., tuple[TrainState, Measures]]:
+        optimiser = make_optimiser(self.plan)
+
+        def step(state: TrainState, steps: Array, *data: Any) -> tuple[TrainState, Measures]:
+            (_, measures), gradient = jax.value_and_grad(self.loss, has_aux=True)(state.params, *data)
+            updates, memory = optimiser.update(gradient, state.optimiser, state.params)
+            rate = learning_rate(self.plan, state.step, steps)
+            params = jax.tree.map(lambda old, update: old - rate * update, state.params, updates)
+            return TrainState(params, memory, state.step + 1), measures
+
+        return jax.jit(step, donate_argnums=0)
+
+
+def gamma_of(block_size: int) -> float:
+    """DFlash's decay of the loss weights.  Examples: 8 -> 4, 16 -> 7."""
+    return max(1.0, 1 + block_size * 3 / 8)

@@ -1,0 +1,83 @@
+"""The drafter before its first step: sizes like the target's, layers copied from it.
+
+Letters: F taps, D target hidden size.
+"""
+
+import jax
+import torch
+from torch import Tensor
+
+from bridge.views import Params
+from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
+from torch_dflash.errors import InputError
+from torch_dflash.models.drafter import Drafter
+from torch_dflash.models.target import Target
+
+
+def on_device(params: Params) -> Params:
+    """Parameters in the memory of the device that computes."""
+    return jax.device_put(params, jax.devices()[0])
+
+
+def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    """DFlash's own choice: from layer 1 to the fourth last, evenly.  Example: (30, 4) -> (1, 10, 18, 27).
+
+    Raises InputError where the target has too few layers for that.
+    """
+    if count == 1:
+        return (num_layers // 2,)
+    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    if taps != tuple(sorted(set(taps))) or taps[0] < 0 or taps[-1] >= num_layers:
+        raise InputError(f"a target of {num_layers} layers has no {count} default taps: name them yourself")
+    return taps
+
+
+def drafter_config(
+    target: TargetConfig, num_layers: int, block_size: int, mask_token_id: int, taps: tuple[int, ...]
+) -> DrafterConfig:
+    """A drafter whose layers are as wide as the target's, with per-head norms, seeing everything. Raises InputError."""
+    if not 0 <= mask_token_id < target.vocab_size:
+        raise InputError(f"mask token {mask_token_id} is outside the vocabulary 0..{target.vocab_size - 1}")
+    own = target.block
+    return DrafterConfig(
+        block=BlockConfig(
+            own.hidden_size,
+            own.intermediate_size,
+            own.num_heads,
+            own.num_kv_heads,
+            own.head_dim,
+            own.rms_norm_eps,
+            attention_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+        ),
+        layers=(DraftLayer(causal=False, window=None),) * num_layers,
+        rope=target.rope,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=taps,
+        num_target_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        context_limit=target.context_limit,
+    )
+
+
+def warm_start(config: DrafterConfig, target: Target) -> Drafter:
+    """A float32 drafter: layers are target layers spread over the upper half, `fc` averages the taps, norms are 1."""
+    drafter = Drafter(config)
+    _fill_average(drafter.fc.weight, len(config.target_layer_ids))
+    total, count = config.num_target_layers, len(config.layers)
+    for index, layer in enumerate(drafter.layers):
+        source = target.layers[total - 1 - (count - 1 - index) * max(total // (2 * count), 1)]
+        held = {name: tensor.detach().float() for name, tensor in source.state_dict().items()}
+        layer.load_state_dict({name: held.get(name, torch.ones_like(t)) for name, t in layer.state_dict().items()})
+    drafter.norm.weight.data.copy_(target.norm.weight.detach())
+    drafter.hidden_norm.weight.data.fill_(1.0)
+    return drafter.requires_grad_(False)
+
+
+def _fill_average(weight: Tensor, taps: int) -> None:
+    """[E,F*D]: every tap contributes 1/F of itself, and a little noise keeps the directions apart."""
+    size = weight.shape[0]
+    noise = torch.empty_like(weight).normal_(std=0.02 / taps, generator=torch.Generator().manual_seed(0))
+    weight.data.copy_(torch.eye(size).repeat(1, taps) / taps + noise)
