@@ -2,8 +2,8 @@
 
 The original needs an environment of its own (it pins torch and transformers), so this script runs twice:
 
-    python scripts/check_original.py ours TARGET DRAFTER rounds.json        # with torch_dflash installed
-    python scripts/check_original.py theirs TARGET DRAFTER rounds.json      # in a venv with `pip install dflash==0.1.0`; compares
+    python scripts/check_original.py ours TARGET DRAFTER rounds.json      # with torch_dflash installed
+    python scripts/check_original.py theirs TARGET DRAFTER rounds.json    # in a venv with dflash==0.1.0; compares
 """
 
 import json

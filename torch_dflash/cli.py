@@ -92,5 +92,14 @@ def main(argv: list[str] | None = None) -> int:
         logger.removeHandler(handler)
 
 
+def entry() -> NoReturn:
+    """The console script. It leaves without tearing the interpreter down: an XLA thread that lets go of a weight at
+    that moment would need the interpreter, and abort the process behind a finished answer."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    entry()
