@@ -13,7 +13,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array, lax
 
-from bridge.platform import from_storage, page_widths, storage_dtype, to_storage
+from bridge.platform import from_storage, page_widths, precision, storage_dtype, to_storage
 from bridge.positions import block_positions, slots
 
 HIDDEN = -1e30  # finite: a row of padding that sees nothing stays a number
@@ -53,13 +53,13 @@ def _attend(q: Array, key: Array, value: Array, visible: Array) -> Array:
     One softmax over all m*s keys. The runs (pages) stay a batch axis of the products, so that no key is moved.
     """
     rows, width, heads, head_dim = q.shape
-    kv_heads = key.shape[2]
+    kv_heads, exact = key.shape[2], precision(q.dtype)
     grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
     runs = jnp.broadcast_to(grouped[:, None], (rows, key.shape[1], *grouped.shape[1:]))
-    scores = jnp.einsum("rmtkgd,rmksd->rmktgs", runs, key.astype(jnp.float32)) * head_dim**-0.5
+    scores = jnp.einsum("rmtkgd,rmksd->rmktgs", runs, key.astype(jnp.float32), precision=exact) * head_dim**-0.5
     scores = jnp.where(visible.transpose(0, 2, 1, 3)[:, :, None, :, None, :], scores, HIDDEN)
     weights = jnp.exp(scores - scores.max(axis=(1, 5), keepdims=True))
-    out = jnp.einsum("rmktgs,rmksd->rmktgd", weights, value.astype(jnp.float32)).sum(axis=1)
+    out = jnp.einsum("rmktgs,rmksd->rmktgd", weights, value.astype(jnp.float32), precision=exact).sum(axis=1)
     out = out / weights.sum(axis=(1, 5))[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 

@@ -36,6 +36,11 @@ def from_storage(stored: Array) -> Array:
     return lax.bitcast_convert_type(stored, jnp.bfloat16) if stored.dtype == jnp.uint16 else stored
 
 
+def precision(dtype: jnp.dtype) -> lax.Precision:
+    """Of a product with operands of `dtype`: f32 means f32, where TPUs would multiply in bf16 and GPUs in TF32."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
 def page_widths(pages_per_row: int) -> list[int]:
     """How many pages of each row attention may read, ascending; the last is all of them.
 

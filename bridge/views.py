@@ -13,6 +13,7 @@ import torch
 from jax import Array, lax
 from torch import nn
 
+from bridge.platform import precision
 from bridge.torchax_import import forget_removed, quiet_accelerator, removed_overloads_named, version_line
 
 try:
@@ -51,7 +52,9 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     rows = x.reshape(-1, x.shape[-1])
     if rows.shape[0] == 1 and x.dtype == jnp.bfloat16:
         rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
-    out = lax.dot_general(rows, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = lax.dot_general(
+        rows, weight, (((1,), (1,)), ((), ())), precision=precision(x.dtype), preferred_element_type=jnp.float32
+    )
     out = out[: max(1, x.size // x.shape[-1])].astype(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import torch
@@ -36,9 +37,14 @@ CHAT = [
 CODE = ["def display_name(self):", "class Stack:\n    def __init__(self):", "import os\n\ndef read_file(path):"]
 
 
-def resident_bytes() -> int:
-    """Peak resident set of this process."""
+def peak_resident_bytes() -> int:
+    """The resident set of this process at its highest."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def resident_bytes() -> int:
+    """The resident set of this process now (Linux)."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def prompts_for(pair: Pair) -> list[list[int]]:
@@ -113,7 +119,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     compile_times = {
         m: [generate(pair, [p], method=m, **options)[0].stats.compile_time for p in prompts] for m in METHODS
     }
-    peak, warm = resident_bytes() - start, len(compilations)
+    peak, warm = peak_resident_bytes() - start, len(compilations)
     share = host_share(pair, prompts[0], arguments.new_tokens, arguments.steps_per_dispatch)
     speeds, taus, equal = race(pair, prompts, arguments, options)
     return {

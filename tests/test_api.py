@@ -78,7 +78,13 @@ def test_bad_prompts_are_refused(prompts: Any, field: str, tiny: Loaded) -> None
 
 @pytest.mark.parametrize(
     ("prompts", "arguments", "field"),
-    [(None, {}, "prompts"), (5, {}, "prompts"), ([1], {"stop_token_ids": 5}, "stop_token_ids")],
+    [
+        (None, {}, "prompts"),
+        (5, {}, "prompts"),
+        ({"role": "user", "content": "hi"}, {}, "prompts"),
+        (b"text", {}, "prompts"),
+        ([1], {"stop_token_ids": 5}, "stop_token_ids"),
+    ],
 )
 def test_arguments_of_a_wrong_type_are_refused(prompts: Any, arguments: Any, field: str, tiny: Loaded) -> None:
     assert field in refusal(generate, tiny.pair, prompts, **arguments)

@@ -34,7 +34,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(
     out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
     assert "40 tokens, " in err and f"tau {expected.stats.tau:.2f} ({expected.stats.steps} steps)" in err
-    assert "ended by length" in err and "compiled decode" in err
+    assert "ended by length" in err and "compile decode" in err
 
 
 def test_json_is_one_document_with_the_settings_in_use(
@@ -107,7 +107,10 @@ def test_help_and_bad_arguments_do_not_wait_for_jax() -> None:
     [
         (["--num-drafts", "16", PROMPT], "num_drafts is 16"),
         (["--method", "plain", "--num-drafts", "3", PROMPT], "plain decoding drafts nothing"),
-        (["--draft", "none", "--block-size", "4", PROMPT], "no drafter to run"),
+        (["--draft", "none", "--block-size", "4", PROMPT], "--block-size"),
+        (["--method", "plain", "--compare", PROMPT], "--compare"),
+        (["--json", "--color", PROMPT], "--color"),
+        (["\udcff"], "not valid Unicode"),
         (["--num-drafts", "many", PROMPT], "--num-drafts"),
         (["--block-size", "17", PROMPT], "block_size is 17"),
         (["--max-new-tokens", "-1", PROMPT], "max_new_tokens is -1"),

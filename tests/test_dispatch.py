@@ -15,6 +15,7 @@ from bridge.platform import to_storage
 from torch_dflash import generate
 from torch_dflash.decode import decode_program, prefill_program
 from torch_dflash.engine import Engine, Request
+from torch_dflash.invariants import check_invariants
 from torch_dflash.state import Capacity, DecodeState, DraftState
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
@@ -121,28 +122,19 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
             assert word not in program
 
 
-def check_invariants(engine: Engine) -> None:
-    """DESIGN, section 4."""
-    state, block = jax.device_get(engine.state), engine.proposer.num_drafts + 1
-    assert (state.draft.draft_len <= state.committed_len).all()
-    engine.pages.check_integrity()
-    assert not state.pool[:: engine.capacity.num_pages].any()  # the NULL page of every layer
-    for row, run in enumerate(engine.rows):
-        if run is None:
-            assert state.budget[row] == 0
-            continue
-        assert state.committed_len[row] == run.committed_len  # the anchor's position
-        assert state.anchor[row] == run.token_ids[-1]
-        assert state.budget[row] == run.request.max_new_tokens - len(run.token_ids)
-        assert state.committed_len[row] + block <= engine.capacity.slots_per_row
-        assert state.committed_len[row] - state.draft.draft_len[row] <= state.draft.context.features.shape[1]
-
-
-def test_invariants_hold_after_every_dispatch(tiny: Loaded) -> None:
+def test_invariants_hold_after_every_dispatch(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the debug mode finds a state that breaks them."""
+    monkeypatch.setenv("TORCH_DFLASH_DEBUG", "1")
     engine = engine_with(tiny)
-    while not engine.idle:
+    list(engine.step())
+    assert any(engine.rows)
+    finish(engine)
+    for broken in ("budget", "committed_len", "anchor"):
+        engine = engine_with(tiny)
         list(engine.step())
-        check_invariants(engine)
+        engine.state = replace(engine.state, **{broken: getattr(engine.state, broken) + 1})
+        with pytest.raises(AssertionError):
+            check_invariants(engine)
 
 
 def poisoned(engine: Engine) -> DecodeState:

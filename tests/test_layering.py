@@ -16,7 +16,7 @@ LAYERS = (
     ("torch_dflash.weights", "torch_dflash.tokenizer", "torch_dflash.default_model", "torch_dflash.hub"),
     ("torch_dflash.reference", "torch_dflash.state", "torch_dflash.sampling", "torch_dflash.accept"),
     ("torch_dflash.verify", "torch_dflash.propose", "torch_dflash.pair", "torch_dflash.decode"),
-    ("torch_dflash.engine",),
+    ("torch_dflash.engine", "torch_dflash.invariants"),
     ("torch_dflash.api",),
     ("torch_dflash",),  # the package's own names, and what has no line above: commands, training, benchmarks
 )

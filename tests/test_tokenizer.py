@@ -200,3 +200,11 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": ')
     with pytest.raises(InputError, match=r"tokenizer\.json: cannot be read as JSON"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "null", '{"model": {"type": "nothing"}}'])
+def test_a_damaged_tokenizer_is_one_line(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(InputError, match="tokenizer cannot be loaded") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)

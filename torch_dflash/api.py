@@ -144,7 +144,7 @@ def _listed(prompts: Any) -> list[Prompt]:
     """A single text, message list or id list is a batch of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
         raise InputError(f"prompts is {prompts!r}: give a list of texts, message lists or lists of token ids")
     listed = list(prompts)
     if not listed:
@@ -160,6 +160,7 @@ def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> 
     highest = pair.target.config.vocab_size - 1
     asked = [checked_integer(token, "an id in stop_token_ids", 0, highest) for token in stop_token_ids]
     own = () if ignore_eos else eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
+    own = tuple(token for token in own if token <= highest)  # one that the target cannot write stops nothing
     return tuple(sorted({*own, *asked}))
 
 
@@ -177,15 +178,17 @@ def start_engine(
     pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
 ) -> tuple[Engine | None, float]:
     """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
-    checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
+    steps = checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
     wanted = [r for r in requests if r.max_new_tokens > 0]
     if not wanted:
         return None, 0.0
     begin = time.perf_counter()
     longest = max(positions_needed(r, proposer) for r in wanted)
     rows = min(power_of_two(len(wanted)), MAX_ROWS)
-    pages_per_row = power_of_two(pages_for(longest, PAGE_SIZE))
-    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), int(steps_per_dispatch))
+    most = pages_for(pair.target.config.context_limit + proposer.num_drafts, PAGE_SIZE)
+    pages_per_row = min(power_of_two(pages_for(longest, PAGE_SIZE)), most)
+    steps = min(steps, power_of_two(max(r.max_new_tokens for r in wanted)))
+    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), steps)
     for request in wanted:
         engine.submit(request)
     engine.warm_up()

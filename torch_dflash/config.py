@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, read once and checked. The only file that knows checkpoint key names.
+"""What a checkpoint says about itself. config_reader.py fills these in, once, and checks them.
 
 Letters: L layers, F number of tapped layers, B block_size.
 """

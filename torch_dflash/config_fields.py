@@ -28,8 +28,8 @@ class Fields:
         value = self.get(name)
         if value is None and default is not None:
             return default
-        if type(value) is not int or value < low:
-            self.refuse(name, f"it must be an integer >= {low}")
+        if type(value) is not int or not low <= value < 2**31:
+            self.refuse(name, f"it must be an integer >= {low} and below 2**31")
         return value
 
     def number(self, name: str, default: float | None = _REQUIRED, zero: bool = False) -> float:
@@ -58,7 +58,7 @@ def load_fields(path: Path) -> Fields:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: not found; give the folder of a model, with its config.json") from None
-    except (OSError, ValueError) as error:  # ValueError covers bad JSON and bad UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError covers bad JSON and bad UTF-8
         raise InputError(f"{path}: cannot be read as JSON ({error}); download it again") from None
     if type(values) is not dict:
         raise InputError(f"{path}: must hold a JSON object; download it again")

@@ -140,12 +140,11 @@ def _block(fields: Fields, family: str) -> BlockConfig:
 
 
 def _head_dim(fields: Fields, family: str, hidden: int, heads: int) -> int:
-    if fields.get("head_dim") is None:
-        # Transformers takes 128 for Qwen3 here and hidden/heads for Llama; other readers differ.
-        if hidden % heads or (family == "qwen3" and hidden // heads != 128):
-            fields.refuse("head_dim", f"hidden_size {hidden} / num_attention_heads {heads} does not settle it; add it")
-        return hidden // heads
-    head_dim = fields.integer("head_dim")
+    # Absent, Transformers takes 128 for Qwen3 and hidden/heads for Llama; other readers differ.
+    unsettled = hidden % heads or (family == "qwen3" and hidden // heads != 128)
+    if fields.get("head_dim") is None and unsettled:
+        fields.refuse("head_dim", f"hidden_size {hidden} / num_attention_heads {heads} does not settle it; add it")
+    head_dim = fields.integer("head_dim", default=hidden // heads)
     if head_dim % 2:
         fields.refuse("head_dim", "it must be even, since rotary embedding pairs the two halves")
     return head_dim
@@ -155,7 +154,7 @@ def _id_list(fields: Fields, name: str) -> list[int]:
     """A list of ids from a list, one id, or nothing."""
     value = fields.get(name)
     ids = [] if value is None else value if type(value) is list else [value]
-    if any(type(i) is not int or i < 0 for i in ids):
+    if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         fields.refuse(name, "it must be an id >= 0 or a list of them")
     return ids
 

@@ -4,6 +4,7 @@ Letters: R rows, N steps per dispatch.
 """
 
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import numpy as np
 from bridge.pages import PageAllocator
 from bridge.positions import chunks, power_of_two
 from torch_dflash.decode import decode_program, make_state, prefill_program
+from torch_dflash.invariants import check_invariants
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.pair import Pair, timed
 from torch_dflash.propose import Proposer
@@ -107,16 +109,19 @@ class Engine:
         if any(self.rows):
             self._reserve()
             yield from self._collect(*self._dispatch())
+        if os.environ.get("TORCH_DFLASH_DEBUG") == "1":
+            check_invariants(self)
 
     def warm_up(self) -> None:
         """Compile what the queued requests need and the pair has not compiled yet. No step is taken, no row written."""
         widths = {w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)}
         for width in sorted(widths):
-            self._compile(f"compiled prefill of {width} tokens", partial(self._prefill_nothing, width))
-        self._compile(f"compiled decode of {self.capacity.rows} row(s)", partial(self._dispatch, num_steps=0))
+            self._compile(f"compile prefill of {width} tokens", width, partial(self._prefill_nothing, width))
+        rows = f"compile decode of {self.capacity.rows} row(s)"
+        self._compile(rows, self.max_steps, partial(self._dispatch, num_steps=0))
 
-    def _compile(self, what: str, run: Callable[[], object]) -> None:
-        shapes = (what, self.proposer, self.capacity, self.max_steps, self.num_stop_ids)
+    def _compile(self, what: str, size: int, run: Callable[[], object]) -> None:
+        shapes = (what.split()[1], size, self.proposer, self.capacity, self.num_stop_ids)
         if shapes not in self.pair.compiled:
             with timed(what):
                 jax.block_until_ready(run())
@@ -173,6 +178,7 @@ class Engine:
 
     def _dispatch(self, num_steps: int | None = None) -> tuple[Round, int]:
         """Run up to num_steps rounds; the one place where the host waits for the device while decoding."""
+        tables, stop_ids = self.pages.table(), self._stop_ids()
         begin = time.perf_counter()
         self.state, rounds, count = decode_program()(
             self.pair.target,
@@ -180,8 +186,8 @@ class Engine:
             self.max_steps,
             self.pair.params,
             self.state,
-            self.pages.table(),
-            self._stop_ids(),
+            tables,
+            stop_ids,
             np.int32(self.max_steps if num_steps is None else num_steps),
         )
         rounds, count = jax.device_get((rounds, count))

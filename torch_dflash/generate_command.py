@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, write, report. Returns the exit code: 1 when --compare finds different outputs in float32."""
+    _check_together(arguments)
     text = _read_prompt(arguments)
     with _open_trace(arguments.trace) as trace_file:
         _use_compilation_cache()
@@ -58,6 +59,16 @@ def run(arguments: argparse.Namespace) -> int:
     return int(plain is not None and arguments.dtype == "float32" and plain.token_ids != result.token_ids)
 
 
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Refuse options that would do nothing beside others."""
+    plain = arguments.method == "plain" or arguments.draft == "none"
+    for name, given in (("--compare", arguments.compare), ("--block-size", arguments.block_size is not None)):
+        if plain and given:
+            raise InputError(f"{name} has no meaning in plain decoding: leave it out, or let the drafter run")
+    if arguments.json and arguments.color:
+        raise InputError("--color has no meaning in JSON: leave out --color or --json")
+
+
 def _read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.file is not None and arguments.prompt is not None:
         raise InputError("PROMPT and --file are both given: give one")
@@ -69,23 +80,17 @@ def _read_prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt in (None, "-"):
         if sys.stdin.isatty():
             print("Type a prompt, end it with Ctrl-D:", file=sys.stderr)
-        return sys.stdin.read()
+        try:
+            return sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise InputError(f"PROMPT on stdin cannot be read as text: {error}") from None
     return arguments.prompt
 
 
-@dataclass(frozen=True)
-class _NoTrace:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _open_trace(path: Path | None) -> IO[str] | _NoTrace:
+def _open_trace(path: Path | None) -> AbstractContextManager[IO[str] | None]:
     """Opened before anything is run, so that a bad path costs nothing."""
     if path is None:
-        return _NoTrace()
+        return nullcontext()
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -110,11 +115,13 @@ def _load(arguments: argparse.Namespace) -> "Pair":
 
 def _draft_name(arguments: argparse.Namespace) -> str | None:
     """The drafter to load: the one that belongs to a shipped target, or what --draft says. None loads none."""
+    if arguments.method == "plain" or arguments.draft == "none":
+        return None
     if arguments.draft is None and arguments.target in SHIPPED:
         return arguments.target
-    if arguments.draft is None and arguments.method != "plain":
+    if arguments.draft is None:
         raise InputError("--draft is missing: name the drafter of this target, or none to decode plainly")
-    return None if arguments.draft == "none" else arguments.draft
+    return arguments.draft
 
 
 def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":

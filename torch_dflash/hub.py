@@ -6,7 +6,6 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
@@ -45,7 +44,7 @@ def _bytes_folder(role: str) -> Path:
 
 def _folder_or_hub(name: str, role: str, cache_dir: Path | None) -> Path:
     folder = Path.home() / name[2:] if name.startswith("~/") else Path(name)
-    if name and folder.is_dir():
+    if name and len(name) < 4096 and folder.is_dir():
         return folder
     if not _HUB_ID.fullmatch(name) or name.startswith((".", "/", "~")):
         raise InputError(f'{role} "{name}": no such folder; give a folder, a hub id (owner/name), or "default"')
@@ -62,7 +61,7 @@ def _download(name: str, role: str, cache_dir: Path | None) -> Path:
         reason = "neither a folder here nor a model on the Hugging Face hub; check it (private: `hf auth login`)"
     except LocalEntryNotFoundError:
         reason = "no such folder, and not in the hub's cache while the hub is out of reach; check the network"
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # the hub's HTTP library and its errors differ between versions
         reason = f"cannot be fetched from the Hugging Face hub ({' '.join(str(error).split())}); try again"
     else:
         return Path(path)

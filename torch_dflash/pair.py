@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import torch
 from jax import Array
 
-from bridge.views import lower, take_params
+from bridge.views import take_params
 from torch_dflash.config import DrafterConfig, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
-from torch_dflash.propose import AllParams, DFlash, Plain
+from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
 from torch_dflash.tokenizer import load_tokenizer
 from torch_dflash.verify import TargetFunctions, lower_target
 from torch_dflash.weights import load_weights
@@ -27,15 +27,6 @@ from torch_dflash.weights import load_weights
 log = logging.getLogger("torch_dflash")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class DrafterFunctions:
-    """The drafter's methods as pure JAX functions f(params, ...)."""
-
-    config: DrafterConfig
-    absorb: Callable[..., tuple[Array, Array]]
-    forward: Callable[..., Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +58,7 @@ class Pair:
             num_drafts = block_size - 1
         why = f"a block of {block_size} is the anchor and its drafts"
         num_drafts = checked_integer(num_drafts, "num_drafts", 1, block_size - 1, why)
-        return DFlash(self.drafter.config, self.target, self.drafter.absorb, self.drafter.forward, num_drafts)
+        return DFlash(self.drafter, self.target, num_drafts)
 
 
 @contextmanager
@@ -138,5 +129,4 @@ def _lower_drafter(
         why = f"the drafter was trained for {config.block_size}"
         block_size = checked_integer(block_size, "block_size", 2, config.block_size, why)
         config = replace(config, block_size=block_size)
-    functions = DrafterFunctions(config, lower(module, "absorb"), lower(module))
-    return functions, take_params(module)
+    return lower_drafter(module, config), take_params(module)

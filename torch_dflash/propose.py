@@ -78,14 +78,31 @@ class Plain:
 
 
 @dataclass(frozen=True)
+class DrafterFunctions:
+    """The drafter's methods as pure JAX functions f(params, ...)."""
+
+    config: DrafterConfig
+    absorb: Callable[..., tuple[Array, Array]]
+    forward: Callable[..., Array]
+
+
+def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
+    """Lower a drafter module; its parameters are arguments of the results."""
+    return DrafterFunctions(config, lower(module, "absorb"), lower(module))
+
+
+@dataclass(frozen=True)
 class DFlash:
     """Block diffusion: one non-causal pass over [anchor, mask, ...] proposes the whole block (arXiv:2602.06036)."""
 
-    config: DrafterConfig
+    drafter: DrafterFunctions
     target: TargetFunctions
-    absorb_features: Callable[..., tuple[Array, Array]]
-    forward: Callable[..., Array]
     num_drafts: int
+
+    @property
+    def config(self) -> DrafterConfig:
+        """The drafter's."""
+        return self.drafter.config
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -107,7 +124,7 @@ class DFlash:
         start: Array,
         num_new: Array,
     ) -> DraftState:
-        keys, values = self.absorb_features(params["drafter"], features, block_positions(start, features.shape[1]))
+        keys, values = self.drafter.absorb(params["drafter"], features, block_positions(start, features.shape[1]))
         cache = write_context(draft.cache, keys, values, rows, start, num_new)
         draft_len = draft.draft_len.at[rows].set(start + num_new, mode="drop")
         return replace(draft, cache=cache, draft_len=draft_len)
@@ -131,7 +148,7 @@ class DFlash:
         )
         noise = self.target.embed(params["target"], noise_ids)
         positions = block_positions(draft.draft_len, self.config.block_size)
-        hidden = self.forward(params["drafter"], noise, positions, self._attend(draft), None)
+        hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft), None)
         return greedy(self.target.logits(params["target"], hidden[:, 1 : self.num_drafts + 1]))
 
     def _attend(self, draft: DraftState) -> Callable[..., Any]:
@@ -145,8 +162,3 @@ class DFlash:
     def commit(self, draft: DraftState, features: Array, num_new: Array) -> DraftState:
         nothing = jnp.zeros_like(num_new)  # absorb has just emptied the buffer
         return replace(draft, context=append(draft.context, features, nothing, num_new))
-
-
-def lower_dflash(module: Drafter, config: DrafterConfig, target: TargetFunctions, num_drafts: int) -> DFlash:
-    """The proposer of a drafter module. `num_drafts` is 1..block_size-1."""
-    return DFlash(config, target, lower(module, "absorb"), lower(module), num_drafts)

@@ -16,7 +16,7 @@ from torch_dflash.errors import InputError
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_FILES = ("tokenizer.json", "vocab.json")
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -34,7 +34,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, clean_up_tokenization_spaces=False
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({_one_line(error)}); download it again") from None
 
 
@@ -76,6 +76,10 @@ def _needed(tokenizer: PreTrainedTokenizerBase | None, kind: str) -> PreTrainedT
 def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not text:
         return []
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt is not valid Unicode at character {error.start}; give UTF-8 text") from None
     has_bos = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     return tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
 
