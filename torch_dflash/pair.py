@@ -110,12 +110,12 @@ def load_pair(
     target_config = read_target_config(target_folder)
     if draft_folder is not None:
         check_pair(target_config, read_drafter_config(draft_folder))  # before any weight is read
-    with timed(f"target {target}, {dtype}"):
+    with timed(f"load target {target}, {dtype}"):
         config, module = load_target(target_folder, DTYPES[dtype])
     functions, params = lower_target(module, config), {"target": take_params(module)}
     drafter = None
     if draft_folder is not None:
-        with timed(f"drafter {draft}, {dtype}"):
+        with timed(f"load drafter {draft}, {dtype}"):
             drafter, params["drafter"] = _lower_drafter(draft_folder, DTYPES[dtype], block_size)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
