@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import torch
@@ -25,6 +26,8 @@ from torch_dflash.verify import TargetFunctions, lower_target
 from torch_dflash.weights import load_weights
 
 log = logging.getLogger("torch_dflash")
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,19 +76,21 @@ def timed(what: str) -> Iterator[None]:
 def load_target(folder: Path, dtype: torch.dtype) -> tuple[TargetConfig, Target]:
     """The target of a checkpoint folder, as an eager torch module."""
     config = read_target_config(folder)
-    with torch.device("meta"):
-        module = Target(config)
-    load_weights(module, folder, dtype)
-    return config, module.eval()
+    return config, _filled(partial(Target, config), folder, dtype)
 
 
 def load_drafter(folder: Path, dtype: torch.dtype) -> tuple[DrafterConfig, Drafter]:
     """The drafter of a checkpoint folder, as an eager torch module."""
     config = read_drafter_config(folder)
+    return config, _filled(partial(Drafter, config), folder, dtype)
+
+
+def _filled(make: Callable[[], ModuleT], folder: Path, dtype: torch.dtype) -> ModuleT:
+    """A module with the folder's weights. Made without memory of its own: each tensor is allocated as it is read."""
     with torch.device("meta"):
-        module = Drafter(config)
+        module = make()
     load_weights(module, folder, dtype)
-    return config, module.eval()
+    return module.eval()
 
 
 def load_pair(
