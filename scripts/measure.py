@@ -25,7 +25,7 @@ import torch
 from torch_dflash.api import generate, make_request, start_engine, stop_ids_of
 from torch_dflash.hub import resolve_target
 from torch_dflash.pair import DTYPES, Pair, load_pair
-from torch_dflash.tokenizer import encode_prompt
+from torch_dflash.tokenizer import as_chat, encode_prompt
 
 CHAT = [
     "What is the capital of France, and what is it known for?",
@@ -50,8 +50,10 @@ def resident_bytes() -> int:
 def prompts_for(pair: Pair) -> list[list[int]]:
     """Token ids of the prompts, through the chat template where there is one."""
     chat = pair.tokenizer.chat_template is not None
-    prompts = [[{"role": "user", "content": text}] for text in CHAT] if chat else CODE
-    return [encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size) for prompt in prompts]
+    vocab_size = pair.target.config.vocab_size
+    return [
+        encode_prompt(as_chat(text, pair.tokenizer), pair.tokenizer, vocab_size) for text in (CHAT if chat else CODE)
+    ]
 
 
 def host_share(pair: Pair, prompt: list[int], new_tokens: int, steps_per_dispatch: int) -> float:

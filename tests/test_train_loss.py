@@ -19,13 +19,13 @@ from bridge.views import Params, take_params
 from torch_dflash.decode import make_state
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.pair import load_drafter
+from torch_dflash.propose import DrafterFunctions
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
 from torch_dflash.train.features import feature_function
 from torch_dflash.train.loss import (
     Candidates,
     Frozen,
-    Lowered,
     block_hidden,
     block_labels,
     block_loss,
@@ -54,7 +54,7 @@ def frozen_of(loaded: Loaded) -> Frozen:
     return Frozen(params["embed_tokens.weight"], params["lm_head.weight"])
 
 
-def lowered_of(loaded: Loaded) -> tuple[Lowered, Params]:
+def lowered_of(loaded: Loaded) -> tuple[DrafterFunctions, Params]:
     config, module = load_drafter(loaded.folder / "draft", torch.float32)
     return lower_drafter(module, config), take_params(module)
 
@@ -189,7 +189,7 @@ def test_training_sees_the_blocks_that_decoding_sees():
     ids = jnp.asarray(text[None].astype(np.int32))
     anchors = jnp.array([[4, 17, 30]], jnp.int32)
     features = feature_function(target, config.target_layer_ids)(params["target"], ids)
-    lowered = Lowered(config, pair.drafter.absorb, pair.drafter.forward)  # the pair's own functions
+    lowered = DrafterFunctions(config, pair.drafter.absorb, pair.drafter.forward)  # the pair's own functions
     embedding = params["target"]["embed_tokens.weight"]
     hidden = jax.jit(partial(block_hidden, lowered))(params["drafter"], embedding, features, ids, anchors)
     trained = target.logits(params["target"], hidden[0, :, 1:]).argmax(axis=-1)

@@ -50,9 +50,8 @@ def generate(
 
     prompts: texts, chat message lists or lists of token ids. The model's own end-of-text ids stop a text (unless
     `ignore_eos`), and so do `stop_token_ids`; the stop id is the last token. num_drafts: drafts used per step,
-    1..block_size-1, all
-    by default. method: "dflash" (default where there is a drafter) or "plain", the baseline on the same path. Raises
-    InputError.
+    1..block_size-1, all by default. method: "dflash" (default where there is a drafter) or "plain", the baseline on
+    the same path. Raises InputError.
     """
     proposer = pair.proposer(method, num_drafts)
     stop_ids = stop_ids_of(pair, stop_token_ids, ignore_eos)

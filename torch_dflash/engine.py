@@ -3,7 +3,6 @@
 Letters: R rows, N steps per dispatch.
 """
 
-import logging
 import os
 import time
 from collections import deque
@@ -22,8 +21,6 @@ from torch_dflash.metrics import TraceEntry
 from torch_dflash.pair import Pair, timed
 from torch_dflash.propose import Proposer
 from torch_dflash.state import Capacity, Round
-
-log = logging.getLogger("torch_dflash")
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
 PREFILL_CHUNK = 256
@@ -116,14 +113,13 @@ class Engine:
         """Compile what the queued requests need and the pair has not compiled yet. No step is taken, no row written."""
         widths = {w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)}
         for width in sorted(widths):
-            self._compile(f"compile prefill of {width} tokens", width, partial(self._prefill_nothing, width))
-        rows = f"compile decode of {self.capacity.rows} row(s)"
-        self._compile(rows, self.max_steps, partial(self._dispatch, num_steps=0))
+            self._compile("prefill", width, f"{width} tokens", partial(self._prefill_nothing, width))
+        self._compile("decode", self.max_steps, f"{self.capacity.rows} row(s)", partial(self._dispatch, num_steps=0))
 
-    def _compile(self, what: str, size: int, run: Callable[[], object]) -> None:
-        shapes = (what.split()[1], size, self.proposer, self.capacity, self.num_stop_ids)
+    def _compile(self, program: str, size: int, shown: str, run: Callable[[], object]) -> None:
+        shapes = (program, size, self.proposer, self.capacity, self.num_stop_ids)
         if shapes not in self.pair.compiled:
-            with timed(what):
+            with timed(f"compile {program} of {shown}"):
                 jax.block_until_ready(run())
             self.pair.compiled.add(shapes)
 

@@ -125,9 +125,10 @@ def _draft_name(arguments: argparse.Namespace) -> str | None:
 
 
 def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":
-    if no_chat or not text or pair.tokenizer is None or not pair.tokenizer.chat_template:
-        return text
-    return [{"role": "user", "content": text}]
+    """An empty text stays one, so that it is refused."""
+    from torch_dflash.tokenizer import as_chat
+
+    return text if no_chat or not text else as_chat(text, pair.tokenizer)
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import torch
-from jax import Array
 
 from bridge.views import take_params
 from torch_dflash.config import DrafterConfig, TargetConfig
@@ -112,26 +111,25 @@ def load_pair(
         raise InputError(f"block_size is {block_size!r}: there is no drafter to run with it, leave it out")
     target_folder = resolve_target(str(target))
     draft_folder = None if draft is None else resolve_draft(str(draft))
-    target_config = read_target_config(target_folder)
-    if draft_folder is not None:
-        check_pair(target_config, read_drafter_config(draft_folder))  # before any weight is read
+    # All of the drafter's config is checked before any weight is read.
+    config = None if draft_folder is None else _draft_config(draft_folder, target_folder, block_size)
     with timed(f"load target {target}, {dtype}"):
-        config, module = load_target(target_folder, DTYPES[dtype])
-    functions, params = lower_target(module, config), {"target": take_params(module)}
+        target_config, module = load_target(target_folder, DTYPES[dtype])
+    functions, params = lower_target(module, target_config), {"target": take_params(module)}
     drafter = None
-    if draft_folder is not None:
+    if draft_folder is not None and config is not None:
         with timed(f"load drafter {draft}, {dtype}"):
-            drafter, params["drafter"] = _lower_drafter(draft_folder, DTYPES[dtype], block_size)
+            _, draft_module = load_drafter(draft_folder, DTYPES[dtype])
+            drafter, params["drafter"] = lower_drafter(draft_module, config), take_params(draft_module)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
 
 
-def _lower_drafter(
-    folder: Path, dtype: torch.dtype, block_size: int | None
-) -> tuple[DrafterFunctions, dict[str, Array]]:
-    config, module = load_drafter(folder, dtype)
-    if block_size is not None:
-        why = f"the drafter was trained for {config.block_size}"
-        block_size = checked_integer(block_size, "block_size", 2, config.block_size, why)
-        config = replace(config, block_size=block_size)
-    return lower_drafter(module, config), take_params(module)
+def _draft_config(folder: Path, target_folder: Path, block_size: int | None) -> DrafterConfig:
+    """The drafter's config, fit for the target, with the block size to be used."""
+    config = read_drafter_config(folder)
+    check_pair(read_target_config(target_folder), config)
+    if block_size is None:
+        return config
+    why = f"the drafter was trained for {config.block_size}"
+    return replace(config, block_size=checked_integer(block_size, "block_size", 2, config.block_size, why))

@@ -32,7 +32,8 @@ class DecodeState:
     """The whole decoding state.
 
     committed_len: leading tokens that the target has finally processed. Excludes the anchor. Only prefill and commit
-    change it. anchor: newest emitted token, not yet processed by the target; its position is committed_len.
+        change it.
+    anchor: newest emitted token, not yet processed by the target; its position is committed_len.
     budget: tokens that the row may still emit; 0 means finished or empty, and such a row changes nothing.
     draft: None when decoding plainly.
     """

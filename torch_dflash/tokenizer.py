@@ -49,6 +49,13 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
+def as_chat(text: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
+    """The text as a user's message where there is a chat template, else the text as it is."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return text
+    return [{"role": "user", "content": text}]
+
+
 def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
     """Token ids of a text (as it is), chat messages (through the chat template, once) or token ids (checked).
 

@@ -18,7 +18,7 @@ from torch_dflash.errors import InputError
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Plain
 from torch_dflash.state import Capacity
-from torch_dflash.tokenizer import encode_prompt, eos_ids
+from torch_dflash.tokenizer import as_chat, encode_prompt, eos_ids
 from torch_dflash.train.records import Answer, append_answers, mend, read_answers
 
 STEPS_PER_DISPATCH = 8
@@ -47,9 +47,7 @@ def encode_prompts(pair: Pair, prompts: Sequence[str], plan: AnswerPlan) -> dict
 def _encode(pair: Pair, text: str) -> list[int]:
     if pair.tokenizer is None:
         return list(text.encode())
-    chat = bool(pair.tokenizer.chat_template)
-    prompt = [{"role": "user", "content": text}] if chat else text
-    return encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
+    return encode_prompt(as_chat(text, pair.tokenizer), pair.tokenizer, pair.target.config.vocab_size)
 
 
 def write_answers(pair: Pair, prompts: Sequence[str], path: Path, plan: AnswerPlan) -> None:

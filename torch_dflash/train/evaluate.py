@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch_dflash.api import Result, generate
 from torch_dflash.pair import Pair, load_pair
+from torch_dflash.tokenizer import as_chat
 from torch_dflash.train.records import read_prompts
 
 
@@ -44,9 +45,7 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
 
 def evaluate(pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int) -> SetFigures:
     """Greedy answers to prompts (through the chat template where there is one)."""
-    chat = pair.tokenizer is not None and bool(pair.tokenizer.chat_template)
-    messages = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in prompts]
-    return figures(name, generate(pair, messages, max_new_tokens))
+    return figures(name, generate(pair, [as_chat(prompt, pair.tokenizer) for prompt in prompts], max_new_tokens))
 
 
 def line(result: SetFigures) -> str:

@@ -4,7 +4,6 @@ Letters: R rows, T padded length, A anchors, B block_size, X feature width, E hi
 heads, G = H / K, d head_dim, V vocabulary, C candidates.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,11 @@ from jax import Array
 
 from bridge.attention import HIDDEN
 from bridge.positions import block_positions
-from bridge.views import Params, lower, take_rows
+from bridge.views import Params, take_rows
+from torch_dflash import propose
 from torch_dflash.config import DrafterConfig
 from torch_dflash.models.drafter import Drafter
+from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.batches import Batch
 
 
@@ -41,19 +42,10 @@ class Candidates:
     index: Array
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """The drafter's methods as pure JAX functions."""
-
-    config: DrafterConfig
-    absorb: Callable[..., tuple[Array, Array]]
-    forward: Callable[..., Array]
-
-
-def lower_drafter(module: Drafter, config: DrafterConfig) -> Lowered:
+def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
     """Lower a drafter for training. Its layers must see the whole context and, without causality, their own block."""
     assert all(layer.window is None and not layer.causal for layer in config.layers), "only full attention is trained"
-    return Lowered(config, lower(module, "absorb"), lower(module))
+    return propose.lower_drafter(module, config)
 
 
 def product_dtype(dtype: Any) -> Any:
@@ -87,7 +79,7 @@ def packed_attention(q: Array, key: Array, value: Array, ctx_key: Array, ctx_val
 
 
 def block_hidden(
-    drafter: Lowered, params: Params, embedding: Array, features: Array, token_ids: Array, anchors: Array
+    drafter: DrafterFunctions, params: Params, embedding: Array, features: Array, token_ids: Array, anchors: Array
 ) -> Array:
     """Normed hidden states [R,A,B,E] of the blocks anchored at `anchors`; column 0 is the anchor's own."""
     rows, width = token_ids.shape
@@ -129,7 +121,7 @@ class Measures:
 
 
 def block_loss(
-    drafter: Lowered,
+    drafter: DrafterFunctions,
     gamma: float,
     params: Params,
     frozen: Frozen,

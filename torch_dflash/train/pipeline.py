@@ -27,7 +27,7 @@ from torch_dflash.train.plot import plot_log
 from torch_dflash.train.recipe import Recipe
 from torch_dflash.train.texts import free_mask_id, label_vocabulary, make_answers, prepare
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
-from torch_dflash.train.warm_start import default_taps, drafter_config, on_device, warm_start
+from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
 
 CALIBRATION_STEPS = 30
 
@@ -45,7 +45,7 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
             f"{len(data.lengths)} usable answers do not fill a step of {recipe.batches.rows}: lower --rows"
         )
     config = _config(pair, data, recipe)
-    params = on_device(pair.params["target"])
+    params = pair.params["target"]
     trainer, state = make_trainer(
         load_target(resolve_target(target), torch.float32)[1], config, params, data, recipe.training
     )
@@ -80,8 +80,8 @@ def make_trainer(
     embedding = target_params["embed_tokens.weight"]
     frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding))
     vocabulary = None if plan.negatives is None else label_vocabulary(data)
-    trainer = Trainer(lowered, frozen, on_device(buffers), plan, vocabulary, mesh)
-    return trainer, trainer.start(on_device(params))
+    trainer = Trainer(lowered, frozen, buffers, plan, vocabulary, mesh)
+    return trainer, trainer.start(params)
 
 
 def timed_steps(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, seconds: float) -> int:

@@ -18,7 +18,6 @@ from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
 from torch_dflash.train.invent import invent_prompts
 from torch_dflash.train.recipe import Recipe
 from torch_dflash.train.records import Answer, append_answers, read_answers, usable_length
-from torch_dflash.train.warm_start import on_device
 
 SAMPLED_OPENING = (4, 64)  # tokens drawn before a text turns greedy
 WHOLLY_SAMPLED = 0.2  # share of the later rounds' answers that are drawn at temperature 1 to the end
@@ -41,7 +40,7 @@ def make_answers(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, fo
 
 def _bulk(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe) -> Iterator[list[Answer]]:
     """Round 0 answers every prompt greedily, invented ones too; later rounds vary the openings until time is up."""
-    begin, params, own = time.perf_counter(), on_device(pair.params["target"]), recipe.answers
+    begin, params, own = time.perf_counter(), pair.params["target"], recipe.answers
     if recipe.invented and not getattr(pair.tokenizer, "chat_template", None):
         raise InputError("--invent needs a target with a chat template: this one never learnt to write prompts")
     stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)

@@ -13,8 +13,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.views import Params
+from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.batches import Batch, generator
-from torch_dflash.train.loss import Candidates, Frozen, Lowered, Measures, block_loss
+from torch_dflash.train.loss import Candidates, Frozen, Measures, block_loss
 
 BUFFERS = ("rotary.inv_freq",)  # part of a module's state, never trained, never cast
 
@@ -81,7 +82,7 @@ class Trainer:
     mesh: the rows of a batch are spread over its axis "data"; None for one device.
     """
 
-    drafter: Lowered
+    drafter: DrafterFunctions
     frozen: Frozen
     buffers: Params
     plan: TrainPlan

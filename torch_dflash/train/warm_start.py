@@ -3,20 +3,14 @@
 Letters: F taps, D target hidden size.
 """
 
-import jax
 import torch
 from torch import Tensor
 
-from bridge.views import Params
 from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
+from torch_dflash.config_reader import default_target_layer_ids
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
-
-
-def on_device(params: Params) -> Params:
-    """Parameters in the memory of the device that computes."""
-    return jax.device_put(params, jax.devices()[0])
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -24,9 +18,7 @@ def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
 
     Raises InputError where the target has too few layers for that.
     """
-    if count == 1:
-        return (num_layers // 2,)
-    taps = tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    taps = default_target_layer_ids(num_layers, count)
     if taps != tuple(sorted(set(taps))) or taps[0] < 0 or taps[-1] >= num_layers:
         raise InputError(f"a target of {num_layers} layers has no {count} default taps: name them yourself")
     return taps
