@@ -1,14 +1,16 @@
-"""Attention over paged K/V (the target's) and over context + block (the drafter's), and the pool they write.
+"""Attention over paged K/V (the target's) and over paged context + block (the drafter's), and the pools they read.
 
 Letters: R rows, T tokens, H query heads, K key/value heads, d head_dim, L layers, P pages of one layer, S page_size,
-M pages per row, N draft cache slots.
+M pages per row, m runs of s positions, G = H / K.
 
-The pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses
+A pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses
 it. Keys are the even and values the odd entries of the third axis. This is the layout of JAX's ragged paged
 attention kernel on TPU.
 """
 
-from functools import partial
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -46,22 +48,54 @@ def _at_least_two(where: Array, values: Array, dropped: int) -> tuple[Array, Arr
     return jnp.pad(where, (0, 1), constant_values=dropped), jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
 
 
-def _attend(q: Array, key: Array, value: Array, visible: Array) -> Array:
-    """q [R,T,H,d], key and value [R,m,K,s,d] in m runs of s positions, visible bool [R,T,m,s] -> [R,T,H,d]. In
-    float32.
+@dataclass(frozen=True)
+class _Keys:
+    """Keys to look at, in m runs of s positions: key and value [R,m,K,s,d], visible bool [R,T,m,s]."""
 
-    One softmax over all m*s keys. The runs (pages) stay a batch axis of the products, so that no key is moved.
+    key: Array
+    value: Array
+    visible: Array
+
+
+def _attend(q: Array, *parts: _Keys) -> Array:
+    """q [R,T,H,d] over all keys of all parts, one softmax -> [R,T,H,d]. In float32.
+
+    The runs (pages) stay a batch axis of the products, so that no key is moved, and parts are never joined.
     """
     rows, width, heads, head_dim = q.shape
-    kv_heads, exact = key.shape[2], precision(q.dtype)
-    grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
-    runs = jnp.broadcast_to(grouped[:, None], (rows, key.shape[1], *grouped.shape[1:]))
-    scores = jnp.einsum("rmtkgd,rmksd->rmktgs", runs, key.astype(jnp.float32), precision=exact) * head_dim**-0.5
-    scores = jnp.where(visible.transpose(0, 2, 1, 3)[:, :, None, :, None, :], scores, HIDDEN)
-    weights = jnp.exp(scores - scores.max(axis=(1, 5), keepdims=True))
-    out = jnp.einsum("rmktgs,rmksd->rmktgd", weights, value.astype(jnp.float32), precision=exact).sum(axis=1)
-    out = out / weights.sum(axis=(1, 5))[..., None]
-    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+    kv_heads, exact = parts[0].key.shape[2], precision(q.dtype)
+    grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32) * head_dim**-0.5
+
+    def scores_of(part: _Keys) -> Array:  # [R,m,K,T,G,s]
+        runs = jnp.broadcast_to(grouped[:, None], (rows, part.key.shape[1], *grouped.shape[1:]))
+        scores = jnp.einsum("rmtkgd,rmksd->rmktgs", runs, part.key.astype(jnp.float32), precision=exact)
+        return jnp.where(part.visible.transpose(0, 2, 1, 3)[:, :, None, :, None, :], scores, HIDDEN)
+
+    scores = [scores_of(part) for part in parts]
+    highest = functools.reduce(jnp.maximum, [s.max(axis=(1, 5), keepdims=True) for s in scores])
+    weights = [jnp.exp(s - highest) for s in scores]
+    total = sum(w.sum(axis=(1, 5)) for w in weights)
+    out = sum(
+        jnp.einsum("rmktgs,rmksd->rmktgd", w, part.value.astype(jnp.float32), precision=exact).sum(axis=1)
+        for w, part in zip(weights, parts, strict=True)
+    )
+    return (out / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+
+
+def _gather(pool: Array, tables: Array) -> tuple[Array, Array, Array]:
+    """Keys and values [R,m,K,S,d] of the pages in tables [R,m], and their positions int32[m,S]."""
+    rows, width = tables.shape
+    page_size, heads, head_dim = pool.shape[1:]
+    pages = from_storage(pool[tables]).reshape(rows, width, page_size, heads // 2, 2, head_dim)
+    pages = pages.transpose(4, 0, 1, 3, 2, 5)
+    return pages[0], pages[1], jnp.arange(width * page_size, dtype=jnp.int32).reshape(width, page_size)
+
+
+def _narrowest(page_size: int, tables: Array, longest: Array, attend: Callable[[Array], Array]) -> Array:
+    """attend(tables cut to as few pages as hold `longest` positions), chosen on the device."""
+    widths = page_widths(tables.shape[1])
+    shorter = jnp.array([width * page_size for width in widths[:-1]], jnp.int32) < longest
+    return lax.switch(shorter.sum(), [lambda t, w=w: attend(t[:, :w]) for w in widths], tables)
 
 
 def paged_attention(
@@ -74,52 +108,47 @@ def paged_attention(
     int32[R]. Outputs of columns from num_new on are meaningless.
     """
     pool = write_pages(pool, key, value, tables, start, num_new)
-    widths = page_widths(tables.shape[1])
+
+    def attend(tables: Array) -> Array:
+        keys, values, key_at = _gather(pool, tables)
+        visible = key_at <= block_positions(start, q.shape[1])[:, :, None, None]
+        return _attend(q, _Keys(keys, values, visible))
+
     longest = jnp.where(num_new > 0, start + num_new, 0).max()
-    shorter = jnp.array([width * pool.shape[1] for width in widths[:-1]], jnp.int32) < longest
-    branches = [partial(_attend_pages, width) for width in widths]
-    return lax.switch(shorter.sum(), branches, q, pool, tables, start), pool
-
-
-def _attend_pages(width: int, q: Array, pool: Array, tables: Array, start: Array) -> Array:
-    """Attention over the first `width` pages of every row."""
-    rows, num_queries = q.shape[:2]
-    page_size, heads, head_dim = pool.shape[1:]
-    pages = from_storage(pool[tables[:, :width]]).reshape(rows, width, page_size, heads // 2, 2, head_dim)
-    pages = pages.transpose(4, 0, 1, 3, 2, 5)
-    key_at = jnp.arange(width * page_size, dtype=jnp.int32).reshape(width, page_size)
-    visible = key_at <= block_positions(start, num_queries)[:, :, None, None]
-    return _attend(q, pages[0], pages[1], visible)
+    return _narrowest(pool.shape[1], tables, longest, attend), pool
 
 
 def draft_attention(
     q: Array,
     key: Array,
     value: Array,
-    context_key: Array,
-    context_value: Array,
+    pool: Array,
+    tables: Array,
     draft_len: Array,
     causal: bool,
     window: int | None,
 ) -> Array:
-    """The drafter's block sees its context (positions 0..draft_len-1) and itself (positions draft_len..).
+    """The drafter's block sees its context (positions 0..draft_len-1, in pages) and itself (positions draft_len..).
 
-    q [R,B,H,d], key and value [R,B,K,d], context_key and context_value [R,K,N,d], draft_len int32[R] -> [R,B,H,d].
-    `causal` hides later block positions; with `window` W a query sees only |q - k| < W, each query by its own
-    position.
+    q [R,B,H,d], key and value [R,B,K,d], pool [L*P,S,2*K,d], tables int32[R,M] (already offset to the layer),
+    draft_len int32[R] -> [R,B,H,d]. `causal` hides later block positions; with `window` W a query sees only
+    |q - k| < W, each query by its own position. The block's K/V are written nowhere.
     """
-    rows, width = key.shape[:2]
-    num_slots = context_key.shape[2]
-    query_at = block_positions(draft_len, width)
-    slot_at = jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (rows, num_slots))
-    key_at = jnp.concatenate([slot_at, query_at], axis=1)[:, None, :]
-    filled = jnp.concatenate([slot_at < draft_len[:, None], jnp.ones((rows, width), bool)], axis=1)
-    distance = query_at[:, :, None] - key_at
-    visible = jnp.broadcast_to(filled[:, None, :], distance.shape)
-    if causal:
-        visible &= distance >= 0
-    if window is not None:
-        visible &= jnp.abs(distance) < window
-    keys = jnp.concatenate([from_storage(context_key), key.transpose(0, 2, 1, 3)], axis=2)
-    values = jnp.concatenate([from_storage(context_value), value.transpose(0, 2, 1, 3)], axis=2)
-    return _attend(q, keys[:, None], values[:, None], visible[:, :, None])
+    query_at = block_positions(draft_len, q.shape[1])
+
+    def sees(key_at: Array) -> Array:  # [R,m,s] -> [R,B,m,s]
+        distance = query_at[:, :, None, None] - key_at[:, None]
+        visible = jnp.ones(distance.shape, bool)
+        if causal:
+            visible &= distance >= 0
+        return visible if window is None else visible & (jnp.abs(distance) < window)
+
+    block_key, block_value = (part.transpose(0, 2, 1, 3)[:, None] for part in (key, value))
+    block = _Keys(block_key, block_value, sees(query_at[:, None]))
+
+    def attend(tables: Array) -> Array:
+        keys, values, key_at = _gather(pool, tables)
+        filled = key_at < draft_len[:, None, None]
+        return _attend(q, _Keys(keys, values, sees(key_at[None]) & filled[:, None]), block)
+
+    return _narrowest(pool.shape[1], tables, draft_len.max(), attend)

@@ -1,49 +1,26 @@
-"""The drafter's own static cache: context keys and values, never those of a noise block.
+"""The drafter's own cache: context keys and values, never those of a noise block.
 
-Letters: L drafter layers, R rows, K key/value heads, N slots (slot n of a row is position n), T tokens, d head_dim.
+It is a pool of pages like the target's, addressed by the same block tables: page p of a row holds the context of the
+same positions in both. So a row's memory is reserved once, and a page that two prompts share carries both contexts.
+
+Letters: L drafter layers, P pages of one layer, R rows, T tokens, M pages per row, S page_size, K key/value heads, d
+head_dim.
 """
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridge.platform import storage_dtype, to_storage
-from bridge.positions import block_positions
+from bridge.attention import write_pages
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DraftCache:
-    """Row r is filled at slots 0..draft_len[r]-1; what lies behind is never visible."""
+def write_context(pool: Array, keys: Array, values: Array, tables: Array, start: Array, num_new: Array) -> Array:
+    """Write context K/V [L,R,T,K,d] of positions start.. [R] into the pages of all layers, in one scatter.
 
-    keys: Array  # [L, R, K, N, d]
-    values: Array  # [L, R, K, N, d]
-
-
-def make_draft_cache(
-    num_layers: int, rows: int, num_kv_heads: int, num_slots: int, head_dim: int, dtype: jnp.dtype
-) -> DraftCache:
-    """An empty cache."""
-    shape = (num_layers, rows, num_kv_heads, num_slots, head_dim)
-    return DraftCache(jnp.zeros(shape, storage_dtype(dtype)), jnp.zeros(shape, storage_dtype(dtype)))
-
-
-def write_context(
-    cache: DraftCache, keys: Array, values: Array, rows: Array, start: Array, num_new: Array
-) -> DraftCache:
-    """Write context K/V [L,r,T,K,d] of positions start.. into the cache rows `rows` int32[r]; padding is dropped.
-
-    Columns from num_new[i] on are padding. A write past the last slot is dropped too, never moved back.
+    pool [L*P,S,2*K,d], tables int32[R,M] (of layer 0). Columns from num_new [R] on are padding and dropped, and so is
+    what lies behind the last page: nothing is ever moved back.
     """
-    width, num_slots = keys.shape[2], cache.keys.shape[3]
-    at = block_positions(start, width)
-    at = jnp.where(jnp.arange(width) < num_new[:, None], at, num_slots)
-
-    def put(into: Array, new: Array) -> Array:
-        # The indexed axes (row, slot) come first: [r, T, L, K, d].
-        ordered = to_storage(new.transpose(1, 2, 0, 3, 4), into.dtype)
-        return into.at[:, rows[:, None], :, at].set(ordered, mode="drop")
-
-    return DraftCache(put(cache.keys, keys), put(cache.values, values))
+    layers, rows = keys.shape[:2]
+    first_page = jnp.arange(layers, dtype=jnp.int32) * (pool.shape[0] // layers)
+    every = (tables + first_page[:, None, None]).reshape(layers * rows, -1)
+    keys, values = (part.reshape(layers * rows, *part.shape[2:]) for part in (keys, values))
+    return write_pages(pool, keys, values, every, jnp.tile(start, layers), jnp.tile(num_new, layers))

@@ -22,9 +22,10 @@ from pathlib import Path
 import jax
 import torch
 
-from torch_dflash.api import generate, make_request, start_engine, stop_ids_of
+from torch_dflash.api import generate
 from torch_dflash.hub import resolve_target
 from torch_dflash.pair import DTYPES, Pair, load_pair
+from torch_dflash.service import engine_for, make_pace, make_request
 from torch_dflash.tokenizer import as_chat, encode_prompt
 
 CHAT = [
@@ -58,12 +59,15 @@ def prompts_for(pair: Pair) -> list[list[int]]:
 
 def host_share(pair: Pair, prompt: list[int], new_tokens: int, steps_per_dispatch: int) -> float:
     """Share of the decode loop's time in which no dispatch is under way."""
-    request = make_request(pair, 0, prompt, new_tokens, stop_ids_of(pair, (), True))
-    engine, _ = start_engine(pair, pair.proposer(None, None), [request], steps_per_dispatch)
-    list(engine.admit())
+    request = make_request(pair, prompt, new_tokens, stop_ids=())
+    engine = engine_for(pair, make_pace(pair, None, None), [request], 1, steps_per_dispatch)
+    run = engine.submit(request)
+    engine.warm_up()
+    while not run.decoding:
+        engine.step()
     before, begin = engine.dispatch_seconds, time.perf_counter()
     while not engine.idle:
-        list(engine.step())
+        engine.step()
     return 1 - (engine.dispatch_seconds - before) / (time.perf_counter() - begin)
 
 

@@ -15,10 +15,12 @@ from safetensors.torch import save_file
 from torch_dflash import Pair, load_pair
 from torch_dflash.config import DrafterConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
-from torch_dflash.engine import Engine, Request, Run
+from torch_dflash.engine import Engine
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
+from torch_dflash.pace import Steady
 from torch_dflash.pair import load_drafter, load_target
+from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -140,12 +142,10 @@ def run_engine(
     max_steps: int = 4,
     after_step: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Run]:
-    """All requests through one engine, in the order of their index; `after_step` looks at it after every dispatch."""
-    engine = Engine(pair, proposer, capacity, max_steps)
-    runs: dict[int, Run] = {}
-    for request in requests:
-        engine.submit(request)
+    """All requests through one engine, in their order; `after_step` looks at it after every dispatch."""
+    engine = Engine(pair, Steady(proposer), capacity, max_steps)
+    runs = [engine.submit(request) for request in requests]
     while not engine.idle:
-        runs |= {run.request.index: run for run in engine.step()}
+        engine.step()
         after_step(engine)
-    return [runs[request.index] for request in requests]
+    return runs

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from bridge.attention import draft_attention, make_pool, paged_attention, write_pages
-from bridge.draft_cache import DraftCache, make_draft_cache, write_context
 from bridge.platform import from_storage, storage_dtype, to_storage
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES_PER_ROW = 3, 4, 2, 8, 4, 5
 NUM_PAGES = 1 + ROWS * PAGES_PER_ROW
-SLOTS, BLOCK = 12, 4  # of the drafter's cache
+BLOCK = 4
 SHUFFLED = np.random.default_rng(7).permutation(np.arange(1, NUM_PAGES)).reshape(ROWS, PAGES_PER_ROW)
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
@@ -32,14 +31,6 @@ def filled_pool(keys: jax.Array, values: jax.Array, lengths: jax.Array, poison: 
     pool = make_pool(1, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, keys.dtype)
     pool = to_storage(jnp.full(pool.shape, poison), pool.dtype)
     return write_pages(pool, keys, values, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
-
-
-@jax.jit
-def filled_cache(keys: jax.Array, values: jax.Array, lengths: jax.Array, poison: jax.Array) -> DraftCache:
-    """The same for the drafter's cache."""
-    cache = make_draft_cache(1, ROWS, KV_HEADS, SLOTS, HEAD_DIM, keys.dtype)
-    cache = jax.tree.map(lambda part: to_storage(jnp.full(part.shape, poison), part.dtype), cache)
-    return write_context(cache, keys, values, jnp.arange(ROWS), jnp.zeros(ROWS, jnp.int32), lengths)
 
 
 def dense(q: np.ndarray, key: np.ndarray, value: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -139,26 +130,26 @@ def test_storage_keeps_every_bit_of_bf16() -> None:
 
 
 class Draft:
-    """Rows with `draft_len` context positions in the cache and a block behind them."""
+    """Rows with `draft_len` context positions in shuffled pages and a block behind them."""
 
     def __init__(self, draft_len: list[int], dtype: jnp.dtype) -> None:
         self.draft_len, self.dtype = draft_len, dtype
         self.q = random(1, ROWS, BLOCK, HEADS, HEAD_DIM, dtype=dtype)
         self.key = random(2, ROWS, BLOCK, KV_HEADS, HEAD_DIM, dtype=dtype)
         self.value = random(3, ROWS, BLOCK, KV_HEADS, HEAD_DIM, dtype=dtype)
-        self.context_keys = random(4, 1, ROWS, SLOTS, KV_HEADS, HEAD_DIM, dtype=dtype)
-        self.context_values = random(5, 1, ROWS, SLOTS, KV_HEADS, HEAD_DIM, dtype=dtype)
+        length = PAGES_PER_ROW * PAGE_SIZE
+        self.context_keys = random(4, ROWS, length, KV_HEADS, HEAD_DIM, dtype=dtype)
+        self.context_values = random(5, ROWS, length, KV_HEADS, HEAD_DIM, dtype=dtype)
 
     def attend(self, causal: bool, window: int | None, poison: float = 0.0) -> np.ndarray:
-        lengths = np.array(self.draft_len, np.int32)
-        cache = filled_cache(self.context_keys, self.context_values, lengths, np.float32(poison))
-        context = cache.keys[0], cache.values[0]
-        return numpy(attend_draft(self.q, self.key, self.value, *context, lengths, causal=causal, window=window))
+        lengths, tables = np.array(self.draft_len, np.int32), SHUFFLED.astype(np.int32)
+        pool = filled_pool(self.context_keys, self.context_values, lengths, np.float32(poison))
+        return numpy(attend_draft(self.q, self.key, self.value, pool, tables, lengths, causal=causal, window=window))
 
     def expected(self, row: int, causal: bool, window: int | None) -> np.ndarray:
         length = self.draft_len[row]
-        key = np.concatenate([numpy(self.context_keys)[0, row, :length], numpy(self.key)[row]])
-        value = np.concatenate([numpy(self.context_values)[0, row, :length], numpy(self.value)[row]])
+        key = np.concatenate([numpy(self.context_keys)[row, :length], numpy(self.key)[row]])
+        value = np.concatenate([numpy(self.context_values)[row, :length], numpy(self.value)[row]])
         visible = np.ones((BLOCK, length + BLOCK), bool)
         for i, k in np.ndindex(*visible.shape):  # one query and key at a time: each has its own position
             distance = length + i - k
@@ -171,7 +162,7 @@ RULES = pytest.mark.parametrize(("causal", "window"), [(False, None), (True, Non
 
 @DTYPES
 @RULES
-@pytest.mark.parametrize("draft_len", [[0, 1, 5], [12, 7, 2]])
+@pytest.mark.parametrize("draft_len", [[0, 1, 5], [12, 7, 2], [20, 0, 8], [8, 4, 3], [9, 0, 0]])
 def test_draft_attention_is_dense_attention(
     draft_len: list[int], causal: bool, window: int | None, dtype: jnp.dtype
 ) -> None:

@@ -9,9 +9,10 @@ from helpers import TARGET, Loaded, prompt_of, run_engine
 from jax import Array
 
 from torch_dflash import reference
-from torch_dflash.engine import Engine, Request, Run
+from torch_dflash.engine import Engine
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.propose import AllParams, Plain
+from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity, DecodeState
 
 VOCAB = TARGET["vocab_size"]
@@ -26,11 +27,19 @@ class Told(Plain):
     texts: tuple[tuple[int, ...], ...] = ()  # the token at each position, prompt included
     wrong_at: tuple[int, ...] = ()
 
-    def draft(self, params: AllParams, state: DecodeState) -> Array:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
         position = state.committed_len[:, None] + 1 + jnp.arange(self.num_drafts)
-        right = jnp.take_along_axis(jnp.array(self.texts), jnp.minimum(position, LENGTH - 1), axis=1)
-        wrong = position % jnp.array(self.wrong_at)[:, None] == 0
+        row = self.row(state)
+        right = jnp.take_along_axis(jnp.array(self.texts)[row], jnp.minimum(position, LENGTH - 1), axis=1)
+        wrong = position % jnp.array(self.wrong_at)[row][:, None] == 0
         return jnp.where(wrong, (right + 1) % VOCAB, right).astype(jnp.int32)
+
+    def row(self, state: DecodeState) -> Array:
+        """int32[r]: which text each row of the dispatch writes: the one that begins with what the row holds."""
+        width = min(LENGTH, state.history.shape[1])
+        texts = jnp.array(self.texts)[:, :width]
+        known = jnp.arange(width) <= state.committed_len[:, None]
+        return (((state.history[:, None, :width] == texts) | ~known[:, None]).all(axis=2)).argmax(axis=1)
 
     def rounds(self, row: int, request: Request) -> list[TraceEntry]:
         """What this drafter must lead to, from the definitions alone."""
@@ -62,12 +71,13 @@ def texts(tiny: Loaded) -> list[tuple[int, ...]]:
 
 
 def run(tiny: Loaded, drafter: Told, requests: list[Request]) -> list[Run]:
-    return run_engine(tiny.pair, drafter, requests, Capacity(len(requests), 1, LENGTH), after_step=no_row_runs_on)
+    return run_engine(tiny.pair, drafter, requests, Capacity.whole(len(requests), 1, LENGTH), after_step=no_row_runs_on)
 
 
 def no_row_runs_on(engine: Engine) -> None:
     """The device has stopped exactly the rows that the host has given up."""
-    assert [budget > 0 for budget in engine.state.budget.tolist()] == [row is not None for row in engine.rows]
+    running = [run is not None and run.decoding for run in engine.rows]
+    assert [budget > 0 for budget in engine.device.state.budget.tolist()] == running
 
 
 def request(texts: list[tuple[int, ...]], row: int, budget: int, stop_ids: tuple[int, ...] = ()) -> Request:
@@ -126,7 +136,7 @@ def test_stop_ids_end_a_row_wherever_they_turn_up(tiny: Loaded, texts: list[tupl
 
 def test_plain_decoding_is_one_token_a_step(tiny: Loaded, texts: list[tuple[int, ...]]) -> None:
     requests = [request(texts, row, budget) for row, budget in enumerate((1, 2, 9))]
-    runs = run_engine(tiny.pair, Plain(), requests, Capacity(4, 1, LENGTH))
+    runs = run_engine(tiny.pair, Plain(), requests, Capacity.whole(4, 1, LENGTH))
     for row, done in enumerate(runs):
         budget = done.request.max_new_tokens
         assert tuple(done.token_ids) == texts[row][row + 2 : row + 2 + budget]

@@ -14,9 +14,12 @@ from helpers import Loaded, prompt_of
 from bridge.platform import to_storage
 from torch_dflash import generate
 from torch_dflash.decode import decode_program, prefill_program
-from torch_dflash.engine import Engine, Request
+from torch_dflash.engine import Engine
 from torch_dflash.invariants import check_invariants
-from torch_dflash.state import Capacity, DecodeState, DraftState
+from torch_dflash.options import NOTHING, row_options
+from torch_dflash.pace import Steady
+from torch_dflash.requests import Request, Run
+from torch_dflash.state import Capacity, Chunk, DecodeState
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
 POISON = 1e4
@@ -40,17 +43,25 @@ def compilations() -> Iterator[list[str]]:
 
 
 def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:
-    engine = Engine(tiny.pair, tiny.pair.proposer("dflash", None), Capacity(4, pages_per_row, 16), steps)
+    pace = Steady(tiny.pair.proposer("dflash", None))
+    engine = Engine(tiny.pair, pace, Capacity.whole(4, pages_per_row, 16), steps)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), 9, ()))
     return engine
 
 
 def finish(engine: Engine) -> dict[int, tuple]:
-    runs = {}
+    runs: dict[int, Run] = {}
     while not engine.idle:
         runs |= {run.request.index: run for run in engine.step()}
     return {index: (run.token_ids, run.trace) for index, run in runs.items()}
+
+
+def decoding(engine: Engine) -> Engine:
+    """The engine, moved on until a row decodes."""
+    while not any(run is not None and run.decoding for run in engine.rows):
+        engine.step()
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_warm_up_compiles_everything(tiny: Loaded) -> None:
 def test_warm_up_leaves_no_trace(tiny: Loaded, clean: dict[int, tuple]) -> None:
     engine = engine_with(tiny)
     engine.warm_up()
-    for part in jax.tree.leaves(engine.state):
+    for part in jax.tree.leaves(engine.device.state):
         assert not np.asarray(part).any()
     assert finish(engine) == clean
 
@@ -98,24 +109,25 @@ def test_a_second_generation_compiles_nothing(tiny: Loaded) -> None:
 
 def test_the_state_is_donated(tiny: Loaded) -> None:
     engine = engine_with(tiny)
-    where = engine.state.pool.unsafe_buffer_pointer()
-    cache = engine.state.draft.cache.keys.unsafe_buffer_pointer()
+    where = engine.device.state.pool.unsafe_buffer_pointer()
+    cache = engine.device.state.draft.pool.unsafe_buffer_pointer()
     while not engine.idle:
-        before = engine.state
-        list(engine.step())
+        before = engine.device.state
+        engine.step()
         assert all(part.is_deleted() for part in jax.tree.leaves(before))
-        assert engine.state.pool.unsafe_buffer_pointer() == where
-        assert engine.state.draft.cache.keys.unsafe_buffer_pointer() == cache
+        assert engine.device.state.pool.unsafe_buffer_pointer() == where
+        assert engine.device.state.draft.pool.unsafe_buffer_pointer() == cache
 
 
 def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
     engine = engine_with(tiny)
-    proposer, params = engine.proposer, tiny.pair.params
-    tables, stop_ids = engine.pages.table(), np.full((4, 1), -1, np.int32)
-    decode = decode_program().lower(tiny.pair.target, proposer, 2, params, engine.state, tables, stop_ids, np.int32(2))
-    one = np.zeros(1, np.int32)
-    chunk = (one, np.zeros((1, 16), np.int32), one, one, one, stop_ids[:1])
-    prefill = prefill_program().lower(tiny.pair.target, proposer, params, engine.state, tables, *chunk)
+    target, proposer, params = tiny.pair.target, engine.pace.proposers[0], tiny.pair.params
+    tables, rows, one = engine.pages.table(), np.arange(4, dtype=np.int32), np.zeros(1, np.int32)
+    options, first = row_options([NOTHING] * 4, 1, 1), row_options([NOTHING], 1, 1)
+    state, prompts = engine.device.state, np.zeros((1, 32), np.int32)
+    decode = decode_program().lower(target, proposer, 2, params, state, rows, tables, options, np.int32(2))
+    chunk = Chunk(np.zeros((1, 16), np.int32), one, one)
+    prefill = prefill_program().lower(target, proposer, params, state, one, tables[:1], first, prompts, one, chunk)
     for program in (decode.as_text(), prefill.as_text()):
         assert "stablehlo.dot_general" in program
         for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
@@ -125,49 +137,45 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
 def test_invariants_hold_after_every_dispatch(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the debug mode finds a state that breaks them."""
     monkeypatch.setenv("TORCH_DFLASH_DEBUG", "1")
-    engine = engine_with(tiny)
-    list(engine.step())
-    assert any(engine.rows)
-    finish(engine)
-    for broken in ("budget", "committed_len", "anchor"):
-        engine = engine_with(tiny)
-        list(engine.step())
-        engine.state = replace(engine.state, **{broken: getattr(engine.state, broken) + 1})
+    finish(decoding(engine_with(tiny)))
+    for broken in ("budget", "committed_len", "anchor", "history"):
+        engine = decoding(engine_with(tiny))
+        state = engine.device.state
+        engine.device.state = replace(state, **{broken: getattr(state, broken) + 1})
         with pytest.raises(AssertionError):
             check_invariants(engine)
 
 
 def poisoned(engine: Engine) -> DecodeState:
-    """The engine's state with POISON wherever nothing has been committed."""
-    state, capacity = jax.device_get(engine.state), engine.capacity
-    committed = np.zeros((capacity.num_pages, capacity.page_size), bool)
-    for row, pages in enumerate(engine.pages.table()):
-        for position in range(state.committed_len[row] if engine.rows[row] else 0):
-            committed[pages[position // capacity.page_size], position % capacity.page_size] = True
-    layers = state.pool.shape[0] // capacity.num_pages
-    pool = np.where(np.tile(committed, (layers, 1))[:, :, None, None], state.pool, POISON)
-    draft = poisoned_draft(state.draft, (state.committed_len - state.draft.draft_len)[:, None])
-    state = replace(state, pool=pool, draft=draft)
-    stored = jax.tree.map(lambda new, old: to_storage(jnp.array(new), old.dtype), state, engine.state)
+    """The engine's state with POISON wherever nothing has been committed or absorbed."""
+    device, host = engine.device.state, jax.device_get(engine.device.state)
+    pool = poisoned_pool(engine, host.pool, host.committed_len)
+    draft_pool = poisoned_pool(engine, host.draft.pool, host.draft.draft_len)
+    columns = np.arange(host.draft.context.features.shape[1]) < (host.committed_len - host.draft.draft_len)[:, None]
+    features = np.where(columns[:, :, None], host.draft.context.features, POISON)
+    draft = replace(host.draft, pool=draft_pool, context=replace(host.draft.context, features=features))
+    state = replace(host, pool=pool, draft=draft)
+    stored = jax.tree.map(lambda new, old: to_storage(jnp.array(new), old.dtype), state, device)
     return jax.device_put(stored, jax.devices()[0])
 
 
-def poisoned_draft(draft: DraftState, pending: np.ndarray) -> DraftState:
-    """POISON in the slots from draft_len on and in the columns from `pending` [R,1] on."""
-    absorbed = np.arange(draft.cache.keys.shape[3]) < draft.draft_len[:, None]
-    cache = jax.tree.map(lambda part: np.where(absorbed[None, :, None, :, None], part, POISON), draft.cache)
-    columns = np.arange(draft.context.features.shape[1]) < pending
-    features = np.where(columns[:, :, None], draft.context.features, POISON)
-    return replace(draft, cache=cache, context=replace(draft.context, features=features))
+def poisoned_pool(engine: Engine, pool: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """POISON in every slot but those of the first lengths[r] positions of the running rows."""
+    capacity = engine.capacity
+    filled = np.zeros((capacity.num_pages, capacity.page_size), bool)
+    for row, pages in enumerate(engine.pages.table()):
+        for position in range(lengths[row] if engine.rows[row] else 0):
+            filled[pages[position // capacity.page_size], position % capacity.page_size] = True
+    layers = pool.shape[0] // capacity.num_pages
+    return np.where(np.tile(filled, (layers, 1))[:, :, None, None], pool, POISON)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["at the start", "before every dispatch"])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "before every dispatch"])
 def test_padding_content_changes_nothing(again: bool, tiny: Loaded, clean: dict[int, tuple]) -> None:
     engine = engine_with(tiny)
-    runs = {}
+    runs: dict[int, Run] = {}
     while not engine.idle:
-        if again or not runs:
-            runs |= {run.request.index: run for run in engine.admit()}
-            engine.state = poisoned(engine)
+        if again or len(runs) == 1:
+            engine.device.state = poisoned(engine)
         runs |= {run.request.index: run for run in engine.step()}
     assert {index: (run.token_ids, run.trace) for index, run in runs.items()} == clean

@@ -1,14 +1,16 @@
-"""The drafter's cache: context K/V in the slots of their positions, nothing else."""
+"""The drafter's cache: context K/V in the pages of their positions, in every layer, nothing else."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.draft_cache import DraftCache, make_draft_cache, write_context
+from bridge.attention import make_pool
+from bridge.draft_cache import write_context
 from bridge.platform import from_storage
 
-LAYERS, ROWS, HEADS, SLOTS, HEAD_DIM, WIDTH = 2, 3, 2, 8, 2, 4
+LAYERS, HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, NUM_PAGES = 2, 2, 2, 4, 4, 7
+TABLES = [[3, 6], [5, 1], [2, 4]]  # 8 positions a row
 
 
 def coded(rows: int) -> jax.Array:
@@ -18,21 +20,27 @@ def coded(rows: int) -> jax.Array:
     return jnp.broadcast_to(value[..., None, None], (*value.shape, HEADS, HEAD_DIM))
 
 
-def written(cache: DraftCache, rows: list[int], start: list[int], num_new: list[int]) -> DraftCache:
-    arrays = (jnp.array(value, jnp.int32) for value in (rows, start, num_new))
-    return write_context(cache, coded(len(rows)), -coded(len(rows)), *arrays)
+@jax.jit
+def write(pool: jax.Array, tables: jax.Array, start: jax.Array, num_new: jax.Array) -> jax.Array:
+    return write_context(pool, coded(len(start)), -coded(len(start)), tables, start, num_new)
 
 
-def table(cache: DraftCache) -> np.ndarray:
-    """[L, R, N] of the keys, which must be the same for all heads and the negative of the values."""
-    keys, values = (np.asarray(from_storage(part), np.float32) for part in (cache.keys, cache.values))
-    assert (values == -keys).all()
-    assert (keys == keys[:, :, :1, :, :1]).all()
-    return keys[:, :, 0, :, 0].astype(int)
+def written(pool: jax.Array, rows: list[int], start: list[int], num_new: list[int]) -> jax.Array:
+    arrays = (jnp.array(value, jnp.int32) for value in ([TABLES[row] for row in rows], start, num_new))
+    return write(pool, *arrays)
 
 
-def empty(dtype: jnp.dtype = jnp.float32) -> DraftCache:
-    return make_draft_cache(LAYERS, ROWS, HEADS, SLOTS, HEAD_DIM, dtype)
+def table(pool: jax.Array) -> np.ndarray:
+    """[L, row, position] of the keys, which must be the same for all heads and the negative of the values."""
+    pages = np.asarray(from_storage(pool), np.float32).reshape(LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, 2, HEAD_DIM)
+    assert (pages[:, :, :, :, 1] == -pages[:, :, :, :, 0]).all()
+    assert (pages == pages[:, :, :, :1, :, :1]).all()
+    assert not pages[:, 0].any()  # the NULL page
+    return pages[..., 0, 0, 0][:, np.array(TABLES)].reshape(LAYERS, len(TABLES), -1).astype(int)
+
+
+def empty(dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    return make_pool(LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, HEAD_DIM, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -43,27 +51,25 @@ def test_context_lands_in_the_slots_of_its_positions(dtype: jnp.dtype) -> None:
     assert out[1].tolist() == [[v + 100 if v else 0 for v in row] for row in first]
 
 
-def test_rows_are_chosen_by_number() -> None:
+def test_rows_are_known_by_their_tables() -> None:
     out = table(written(empty(), [2, 0], [1, 0], [2, 1]))
     assert out[0].tolist() == [[11, 0, 0, 0, 0, 0, 0, 0], [0] * 8, [0, 1, 2, 0, 0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "start", "num_new"),
-    [([0, 1, 2], [0, 3, 7], [0, 0, 0]), ([0], [8], [4]), ([3], [0], [4])],
-    ids=["padding", "past the last slot", "no such row"],
-)
-def test_such_writes_are_dropped(rows: list[int], start: list[int], num_new: list[int]) -> None:
+@pytest.mark.parametrize(("rows", "start", "num_new"), [([0, 1, 2], [0, 3, 7], [0, 0, 0]), ([0], [8], [4])])
+def test_padding_and_what_lies_behind_the_last_page_is_dropped(
+    rows: list[int], start: list[int], num_new: list[int]
+) -> None:
     assert not table(written(empty(), rows, start, num_new)).any()
 
 
 def test_a_write_over_the_end_is_cut_not_moved_back() -> None:
-    cache = written(empty(), [0], [0], [4])
-    out = table(written(cache, [0], [6], [4]))
+    pool = written(empty(), [0], [0], [4])
+    out = table(written(pool, [0], [6], [4]))
     assert out[0, 0].tolist() == [1, 2, 3, 4, 0, 0, 1, 2]
 
 
 def test_a_later_write_goes_over_the_slots_it_names_only() -> None:
-    cache = written(empty(), [0, 1], [0, 0], [4, 4])
-    out = table(written(cache, [0, 1], [2, 4], [1, 2]))
+    pool = written(empty(), [0, 1], [0, 0], [4, 4])
+    out = table(written(pool, [0, 1], [2, 4], [1, 2]))
     assert out[0, :2].tolist() == [[1, 2, 1, 4, 0, 0, 0, 0], [11, 12, 13, 14, 11, 12, 0, 0]]

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from torch_dflash import reference
 from torch_dflash.config import DrafterConfig, DraftLayer, TargetConfig
-from torch_dflash.engine import Engine, Request
+from torch_dflash.engine import Engine
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
+from torch_dflash.pace import Steady
 from torch_dflash.pair import load_drafter, load_target
+from torch_dflash.requests import Request
 from torch_dflash.state import Capacity
 
 TOLERANCE = 2e-4
@@ -137,15 +139,17 @@ def test_draft_cache_of_the_running_engine() -> None:
     name = "qwen3-gqa"
     tensors, data = load_file(GOLDEN / name / "golden.safetensors"), golden_data(name)
     pair = golden_pair(name)
-    engine = Engine(pair, pair.proposer("dflash", None), Capacity(1, 1, 64), 1)
+    engine = Engine(pair, Steady(pair.proposer("dflash", None)), Capacity.whole(1, 1, 64), 1)
     engine.submit(Request(0, tuple(data["prompts"][1]["prompt_ids"]), 48, ()))
+    engine.step()  # prefill
     for k in range(2):
-        list(engine.step())
-        draft = jax.device_get(engine.state.draft)
+        engine.step()
+        draft = jax.device_get(engine.device.state.draft)
         start = data["prompts"][1]["steps"][k]["start"]
         assert draft.draft_len.tolist() == [start]
-        for part, cached in (("key", draft.cache.keys), ("value", draft.cache.values)):
-            assert not cached[:, 0, :, start:].any()
+        pages = draft.pool.reshape(-1, 2, *draft.pool.shape[1:])[:, 1]  # of each layer, the page behind NULL
+        for part, cached in (("key", pages[:, :, 0::2]), ("value", pages[:, :, 1::2])):
+            assert not cached[:, start:].any()
             for layer in range(len(cached)):
                 theirs = tensors[f"p1.step{k}.draft_cache.{layer}.{part}"][0].numpy()
-                np.testing.assert_allclose(cached[layer, 0, :, :start], theirs, atol=TOLERANCE)
+                np.testing.assert_allclose(cached[layer, :start].swapaxes(0, 1), theirs, atol=TOLERANCE)

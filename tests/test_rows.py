@@ -4,7 +4,8 @@ import pytest
 from helpers import Loaded, prompt_of, run_engine, write_target
 
 from torch_dflash import InputError, Pair, generate, load_pair, reference
-from torch_dflash.engine import Engine, Request, Run
+from torch_dflash.engine import Engine
+from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity
 
 # More prompts than rows; lengths, budgets and stop ids all differ, so rows finish at different times.
@@ -28,7 +29,7 @@ def answers(runs: list[Run]) -> list[Answer]:
 def single(tiny: Loaded) -> list[Answer]:
     """Every request alone in a fresh engine."""
     proposer = tiny.pair.proposer("dflash", None)
-    return [answers(run_engine(tiny.pair, proposer, [r], Capacity(1, 1, 64)))[0] for r in REQUESTS]
+    return [answers(run_engine(tiny.pair, proposer, [r], Capacity.whole(1, 1, 64)))[0] for r in REQUESTS]
 
 
 def test_single_runs_equal_the_reference(tiny: Loaded, single: list[Answer]) -> None:
@@ -42,18 +43,18 @@ def test_single_runs_equal_the_reference(tiny: Loaded, single: list[Answer]) -> 
 
 
 def test_a_batch_equals_single_runs(tiny: Loaded, single: list[Answer]) -> None:
-    batch = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity(8, 1, 64))
+    batch = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64))
     assert answers(batch) == single
 
 
 def test_a_reused_row_equals_a_fresh_one(tiny: Loaded, single: list[Answer]) -> None:
-    one_row = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity(1, 1, 64))
+    one_row = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(1, 1, 64))
     assert answers(one_row) == single
 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 8])
 def test_steps_per_dispatch_change_nothing(max_steps: int, tiny: Loaded, single: list[Answer]) -> None:
-    runs = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity(8, 1, 64), max_steps)
+    runs = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64), max_steps)
     assert answers(runs) == single
 
 
@@ -69,7 +70,7 @@ def test_order_of_pages_changes_nothing(tiny: Loaded) -> None:
         engine.pages.check_integrity()
         tables.extend(row[row > 0].tolist() for row in engine.pages.table())
 
-    batch = run_engine(tiny.pair, proposer, [*requests, *requests[::-1]], Capacity(2, 16, 4), 2, look)
+    batch = run_engine(tiny.pair, proposer, [*requests, *requests[::-1]], Capacity.whole(2, 16, 4), 2, look)
     for run in batch:
         ids, rounds = reference.dflash(
             tiny.target, tiny.drafter, tiny.config, run.request.prompt_ids, run.request.max_new_tokens
@@ -90,7 +91,7 @@ def test_the_edge_of_the_context_shortens(short: Pair, tiny: Loaded) -> None:
     results = generate(short, prompts, 100, ignore_eos=True, trace=True)
     for prompt, result in zip(prompts, results, strict=True):
         room = 24 - len(prompt)
-        expected = reference.dflash(tiny.target, tiny.drafter, tiny.config, prompt, room)
+        expected = reference.dflash(tiny.target, tiny.drafter, tiny.config, prompt, room, context_limit=24)
         assert (result.token_ids, result.trace) == expected
         assert result.finish_reason == "length"
 

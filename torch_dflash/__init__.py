@@ -5,12 +5,41 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_dflash.api import Move, Result, follow, generate, stream
+    from torch_dflash.engine import Engine
     from torch_dflash.errors import InputError
+    from torch_dflash.options import Sampling
     from torch_dflash.pair import Pair, load_pair
+    from torch_dflash.requests import Request, Run
+    from torch_dflash.service import make_request, open_engine
 
-__all__ = ["InputError", "Move", "Pair", "Result", "follow", "generate", "load_pair", "stream"]
+__all__ = [
+    "Engine",
+    "InputError",
+    "Move",
+    "Pair",
+    "Request",
+    "Result",
+    "Run",
+    "Sampling",
+    "follow",
+    "generate",
+    "load_pair",
+    "make_request",
+    "open_engine",
+    "stream",
+]
 
-_HOMES = {"InputError": "errors", "Pair": "pair", "load_pair": "pair"}
+_HOMES = {
+    "Engine": "engine",
+    "InputError": "errors",
+    "Pair": "pair",
+    "Request": "requests",
+    "Run": "requests",
+    "Sampling": "options",
+    "load_pair": "pair",
+    "make_request": "service",
+    "open_engine": "service",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,25 +6,33 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from bridge.positions import pages_for, power_of_two
-from torch_dflash.engine import PAGE_SIZE, Engine, Request, Run, positions_needed
+from torch_dflash.engine import Engine
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.metrics import Stats, TraceEntry, accept_histogram, tau, tpot
+from torch_dflash.options import GREEDY, Choice, Sampling
+from torch_dflash.pace import Pace
 from torch_dflash.pair import Pair
-from torch_dflash.propose import Proposer
-from torch_dflash.state import Capacity
-from torch_dflash.tokenizer import Prompt, TextPieces, encode_prompt, eos_ids
-
-MAX_ROWS = 8
-STEPS_PER_DISPATCH = 8
+from torch_dflash.requests import Request, Run
+from torch_dflash.service import (
+    MAX_ROWS,
+    STEPS_PER_DISPATCH,
+    checked_stop,
+    engine_for,
+    make_pace,
+    make_request,
+    stop_ids_of,
+)
+from torch_dflash.tokenizer import Prompt, TextPieces
 
 
 @dataclass(frozen=True)
 class Result:
     """The answer to one prompt. `token_ids` are the new tokens only; `text` is None for a target without a tokenizer.
 
-    finish_reason: "stop" (the last token is a stop id) or "length" (budget or context used up). `trace` has one entry
-    per round when asked for, else it is None.
+    finish_reason: "stop" (a stop id, which is the last token, or a stop string, which `text` does not hold), "length"
+    (budget or context used up) or "cancelled". logprobs: of each token under the target's own distribution, when asked
+    for. seed: what was used where tokens were drawn. `trace` has one entry per round when asked for. Else these are
+    None.
     """
 
     token_ids: list[int]
@@ -32,6 +40,8 @@ class Result:
     finish_reason: str
     stats: Stats
     trace: list[TraceEntry] | None
+    logprobs: list[float] | None
+    seed: int | None
 
 
 def generate(
@@ -39,28 +49,33 @@ def generate(
     prompts: Prompt | Sequence[Prompt],
     max_new_tokens: int = 64,
     stop_token_ids: Sequence[int] = (),
-    num_drafts: int | None = None,
+    num_drafts: int | str | None = None,
     trace: bool = False,
     *,
+    sampling: Sampling | Sequence[Sampling] = GREEDY,
+    stop: str | Sequence[str] = (),
     method: str | None = None,
     ignore_eos: bool = False,
+    rows: int | None = None,
     steps_per_dispatch: int = STEPS_PER_DISPATCH,
 ) -> list[Result]:
-    """Greedy answers to a batch of any size, each token for token what the target alone would write.
+    """Answers to a batch of any size, each token for token what the target alone would write.
 
     prompts: texts, chat message lists or lists of token ids. The model's own end-of-text ids stop a text (unless
-    `ignore_eos`), and so do `stop_token_ids`; the stop id is the last token. num_drafts: drafts used per step,
-    1..block_size-1, all by default. method: "dflash" (default where there is a drafter) or "plain", the baseline on
-    the same path. Raises InputError.
+    `ignore_eos`), and so do `stop_token_ids`, the last token then, and `stop` strings. num_drafts: drafts used per
+    step, 1..block_size-1, all by default; "auto" uses as many as pay, measured while it runs. sampling: for all
+    prompts, or one for each; greedy by default. method: "dflash" (default where there is a drafter) or "plain", the
+    baseline on the same path. rows: prompts at a time, at most 8 by default. Raises InputError.
     """
-    proposer = pair.proposer(method, num_drafts)
-    stop_ids = stop_ids_of(pair, stop_token_ids, ignore_eos)
-    requests = [make_request(pair, i, p, max_new_tokens, stop_ids) for i, p in enumerate(_listed(prompts))]
-    runs = {r.index: Run(r, 0.0, finish_reason="length") for r in requests if r.max_new_tokens == 0}
-    engine, compile_time = start_engine(pair, proposer, requests, steps_per_dispatch)
+    pace = make_pace(pair, method, num_drafts)
+    listed = _listed(prompts)
+    stops = stop_ids_of(pair, stop_token_ids, ignore_eos), stop
+    each = zip(listed, _sampling_of(sampling, len(listed)), strict=True)
+    requests = [make_request(pair, p, max_new_tokens, *stops, sampling=s, index=i) for i, (p, s) in enumerate(each)]
+    engine, runs, compile_time = _start(pair, pace, requests, rows, steps_per_dispatch)
     while engine is not None and not engine.idle:
-        runs |= {run.request.index: run for run in engine.step()}
-    return [_result(pair, runs[r.index], proposer, compile_time, trace) for r in requests]
+        engine.step()
+    return [_result(pair, run, pace, compile_time, trace) for run in runs]
 
 
 def stream(
@@ -68,8 +83,10 @@ def stream(
     prompt: Prompt,
     max_new_tokens: int = 64,
     stop_token_ids: Sequence[int] = (),
-    num_drafts: int | None = None,
+    num_drafts: int | str | None = None,
     *,
+    sampling: Sampling = GREEDY,
+    stop: str | Sequence[str] = (),
     method: str | None = None,
     ignore_eos: bool = False,
     steps_per_dispatch: int = 1,
@@ -83,15 +100,16 @@ def stream(
         max_new_tokens,
         stop_token_ids,
         num_drafts,
+        sampling=sampling,
+        stop=stop,
         method=method,
         ignore_eos=ignore_eos,
         steps_per_dispatch=steps_per_dispatch,
     )
-    return _pieces(pair, moves)
+    return _pieces(TextPieces(pair.tokenizer, checked_stop(pair, stop)), moves)
 
 
-def _pieces(pair: Pair, moves: Iterator["Move"]) -> Iterator[str]:
-    pieces = TextPieces(pair.tokenizer)
+def _pieces(pieces: TextPieces, moves: Iterator["Move"]) -> Iterator[str]:
     for move in moves:
         if piece := pieces.feed(move.token_ids):
             yield piece
@@ -113,29 +131,30 @@ def follow(
     prompt: Prompt,
     max_new_tokens: int = 64,
     stop_token_ids: Sequence[int] = (),
-    num_drafts: int | None = None,
+    num_drafts: int | str | None = None,
     *,
+    sampling: Sampling = GREEDY,
+    stop: str | Sequence[str] = (),
     method: str | None = None,
     ignore_eos: bool = False,
     steps_per_dispatch: int = 1,
 ) -> Iterator[Move]:
     """One prompt, watched: a `Move` after prefill and after every dispatch. The last has the result, with its trace."""
-    proposer = pair.proposer(method, num_drafts)
-    request = make_request(pair, 0, prompt, max_new_tokens, stop_ids_of(pair, stop_token_ids, ignore_eos))
-    engine, compile_time = start_engine(pair, proposer, [request], steps_per_dispatch)
-    return _moves(pair, proposer, request, engine, compile_time)
+    pace = make_pace(pair, method, num_drafts)
+    stop_ids = stop_ids_of(pair, stop_token_ids, ignore_eos)
+    request = make_request(pair, prompt, max_new_tokens, stop_ids, stop, sampling=sampling)
+    engine, (run,), compile_time = _start(pair, pace, [request], None, steps_per_dispatch)
+    return _moves(pair, pace, run, engine, compile_time)
 
 
-def _moves(
-    pair: Pair, proposer: Proposer, request: Request, engine: Engine | None, compile_time: float
-) -> Iterator[Move]:
-    run, seen = Run(request, 0.0, finish_reason="length"), 0  # stands when the budget is 0 and nothing runs
+def _moves(pair: Pair, pace: Pace, run: Run, engine: Engine | None, compile_time: float) -> Iterator[Move]:
+    seen = 0
     while engine is not None and not engine.idle:
-        for run in engine.step():
-            if run.finish_reason is None:
-                yield Move(run.token_ids[seen:], run.drafted[seen:], None)
-                seen = len(run.token_ids)
-    result = _result(pair, run, proposer, compile_time, trace=True)
+        engine.step()
+        if run.finish_reason is None and len(run.token_ids) > seen:
+            yield Move(run.token_ids[seen:], run.drafted[seen:], None)
+            seen = len(run.token_ids)
+    result = _result(pair, run, pace, compile_time, trace=True)
     yield Move(run.token_ids[seen:], run.drafted[seen:], result)
 
 
@@ -152,61 +171,64 @@ def _listed(prompts: Any) -> list[Prompt]:
     return [listed] if single else listed
 
 
-def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int], ignore_eos: bool) -> tuple[int, ...]:
-    """The ids that end a text: the user's and, unless `ignore_eos`, the model's own. Raises InputError."""
-    if not isinstance(stop_token_ids, Iterable):
-        raise InputError(f"stop_token_ids is {stop_token_ids!r}: give a list of token ids, empty for none")
-    highest = pair.target.config.vocab_size - 1
-    asked = [checked_integer(token, "an id in stop_token_ids", 0, highest) for token in stop_token_ids]
-    own = () if ignore_eos else eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
-    own = tuple(token for token in own if token <= highest)  # one that the target cannot write stops nothing
-    return tuple(sorted({*own, *asked}))
+def _sampling_of(sampling: Any, count: int) -> list[Sampling]:
+    """One for each prompt."""
+    listed = [sampling] * count if isinstance(sampling, Sampling) else sampling
+    if not isinstance(listed, Sequence) or not all(isinstance(item, Sampling) for item in listed):
+        raise InputError(f"sampling is {sampling!r}: give a Sampling, or one for each prompt")
+    if len(listed) != count:
+        raise InputError(f"sampling has {len(listed)} entries for {count} prompts: give one for each")
+    return list(listed)
 
 
-def make_request(pair: Pair, index: int, prompt: Prompt, max_new_tokens: int, stop_ids: tuple[int, ...]) -> Request:
-    """The request of a prompt. Its budget ends at the target's context limit. Raises InputError."""
-    budget = checked_integer(max_new_tokens, "max_new_tokens", 0)
-    ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size)
-    limit = pair.target.config.context_limit
-    if len(ids) >= limit:
-        raise InputError(f"prompt has {len(ids)} tokens and the target's context {limit}: shorten it")
-    return Request(index, tuple(ids), min(budget, limit - len(ids)), stop_ids)
-
-
-def start_engine(
-    pair: Pair, proposer: Proposer, requests: list[Request], steps_per_dispatch: int
-) -> tuple[Engine | None, float]:
-    """A warm engine with the requests queued, and the seconds that took. None when nothing is to be run."""
+def _start(
+    pair: Pair, pace: Pace, requests: list[Request], rows: int | None, steps_per_dispatch: int
+) -> tuple[Engine | None, list[Run], float]:
+    """A warm engine with the requests queued, their runs, and the seconds that took. No engine when nothing is to be
+    run; a request for no tokens is finished at once."""
     steps = checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
+    most = MAX_ROWS if rows is None else checked_integer(rows, "rows", 1)
     wanted = [r for r in requests if r.max_new_tokens > 0]
-    if not wanted:
-        return None, 0.0
     begin = time.perf_counter()
-    longest = max(positions_needed(r, proposer) for r in wanted)
-    rows = min(power_of_two(len(wanted)), MAX_ROWS)
-    most = pages_for(pair.target.config.context_limit + proposer.num_drafts, PAGE_SIZE)
-    pages_per_row = min(power_of_two(pages_for(longest, PAGE_SIZE)), most)
-    steps = min(steps, power_of_two(max(r.max_new_tokens for r in wanted)))
-    engine = Engine(pair, proposer, Capacity(rows, pages_per_row, PAGE_SIZE), steps)
-    for request in wanted:
-        engine.submit(request)
-    engine.warm_up()
-    return engine, time.perf_counter() - begin
+    engine = engine_for(pair, pace, wanted, most, steps) if wanted else None
+    runs = [engine.submit(r) if engine is not None and r.max_new_tokens > 0 else _nothing(r) for r in requests]
+    if engine is not None:
+        engine.warm_up()
+    return engine, runs, time.perf_counter() - begin
 
 
-def _result(pair: Pair, run: Run, proposer: Proposer, compile_time: float, trace: bool) -> Result:
-    ids = run.token_ids
-    text = None if pair.tokenizer is None else pair.tokenizer.decode(ids, skip_special_tokens=True)
+def _nothing(request: Request) -> Run:
+    """The run of a request for no tokens."""
+    return Run(request, Choice(request.sampling.seeded(), (), 0), None, finish_reason="length")
+
+
+def _result(pair: Pair, run: Run, pace: Pace, compile_time: float, trace: bool) -> Result:
+    ids, sampling = run.token_ids, run.choice.sampling
     stats = Stats(
         prompt_tokens=len(run.request.prompt_ids),
         new_tokens=len(ids),
         steps=len(run.trace),
         tau=tau(len(ids), len(run.trace)),
-        accept_histogram=accept_histogram([entry.accepted for entry in run.trace], proposer.num_drafts),
+        accept_histogram=accept_histogram([entry.accepted for entry in run.trace], pace.proposers[0].num_drafts),
         ttft=run.first_token_at - run.begin,
         tpot=tpot(run.first_token_at, run.last_token_at, len(ids)),
         tokens_per_second=len(ids) / (run.last_token_at - run.begin) if ids else 0.0,
         compile_time=compile_time,
     )
     assert run.finish_reason is not None
-    return Result(ids, text, run.finish_reason, stats, run.trace if trace else None)
+    return Result(
+        token_ids=ids,
+        text=_text(pair, run),
+        finish_reason=run.finish_reason,
+        stats=stats,
+        trace=run.trace if trace else None,
+        logprobs=run.logprobs if sampling.logprobs else None,
+        seed=sampling.seed if sampling.temperature > 0 else None,
+    )
+
+
+def _text(pair: Pair, run: Run) -> str | None:
+    if pair.tokenizer is None:
+        return None
+    pieces = TextPieces(pair.tokenizer, run.request.stop_strings)
+    return pieces.feed(run.token_ids) + pieces.finish()

@@ -1,6 +1,7 @@
 """The step: absorb, draft, verify, accept, commit; prefill before it; N steps per dispatch on the device.
 
-Letters: R rows, r rows of one prefill call, T tokens of a prompt chunk, M pages per row, N steps, K number of drafts.
+Letters: R rows, r rows of one call, T tokens of a prompt chunk, M pages per row, N positions of a row, K number of
+drafts.
 """
 
 import functools
@@ -15,9 +16,9 @@ from bridge.attention import make_pool
 from bridge.platform import compiler_options
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
-from torch_dflash.sampling import greedy
-from torch_dflash.state import Capacity, DecodeState, Round
-from torch_dflash.verify import TargetFunctions, run_target, verify
+from torch_dflash.sampling import RowOptions, choose
+from torch_dflash.state import Capacity, Chunk, DecodeState, Round, put_rows, take_rows
+from torch_dflash.verify import TargetFunctions, run_target, verify, write_ids
 
 
 def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
@@ -33,8 +34,9 @@ def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, 
         dtype,
     )
     committed_len, anchor, budget = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # three arrays: each is donated
-    draft = proposer.make_state(rows, capacity.slots_per_row, dtype)
-    state = DecodeState(pool, committed_len, anchor, budget, draft)
+    history = jnp.zeros((rows, capacity.slots_per_row), jnp.int32)
+    draft = proposer.make_state(capacity, dtype)
+    state = DecodeState(pool, committed_len, anchor, budget, history, draft)
     return jax.device_put(state, jax.devices()[0])
 
 
@@ -44,34 +46,38 @@ def prefill(
     proposer: Proposer,
     params: AllParams,
     state: DecodeState,
-    tables: Array,
     rows: Array,
-    ids: Array,
+    tables: Array,
+    options: RowOptions,
+    prompts: Array,
     start: Array,
-    num_new: Array,
-    budget: Array,
-    stop_ids: Array,
-) -> tuple[DecodeState, Array]:
-    """Process one prompt chunk, ids int32[r,T] at positions start.. [r], of the state rows `rows` int32[r].
+    chunk: Chunk,
+) -> tuple[DecodeState, Array, Array]:
+    """Process one prompt chunk at positions start.. int32[r] of the state rows `rows` int32[r].
 
-    Returns the state and the greedy token int32[r] behind the chunk's last real token: after the last chunk it is
-    the row's first emitted token and its anchor. `budget` int32[r] is what the row may emit behind that token (0
-    before the last chunk); a token in stop_ids int32[r,n] makes it 0.
+    tables int32[r,M]; prompts int32[r,N] are the whole prompts. What lies before `start` is in the pages already, from
+    earlier chunks or from another request with the same beginning. Returns the state, and the token int32[r] behind
+    the chunk with its log-probability: after the last chunk the row's first emitted token and its anchor.
     """
+    whole, width = state, chunk.ids.shape[1]
+    state = take_rows(state, rows)
     hidden, features, pool = run_target(
-        target, params["target"], ids, proposer.taps, state.pool, tables[rows], start, num_new
+        target, params["target"], chunk.ids, proposer.taps, state.pool, tables, start, chunk.num_new
     )
-    last = jnp.take_along_axis(hidden, (num_new - 1)[:, None, None], axis=1)
-    token = greedy(target.logits(params["target"], last))
-    budget = jnp.where(is_stop(token, stop_ids)[:, 0], 0, budget)
+    column = jnp.clip(chunk.num_new - 1, 0, width - 1)
+    last = jnp.take_along_axis(hidden, column[:, None, None], axis=1)
+    end = start + chunk.num_new
+    token, logprob = choose(target.logits(params["target"], last), prompts, end - 1, options)
+    budget = jnp.where(is_stop(token, options.stop_ids)[:, 0], 0, chunk.budget)
     state = DecodeState(
         pool=pool,
-        committed_len=state.committed_len.at[rows].set(start + num_new),
-        anchor=state.anchor.at[rows].set(token[:, 0]),
-        budget=state.budget.at[rows].set(budget),
-        draft=proposer.prefill(params, state.draft, rows, features, start, num_new),
+        committed_len=end,
+        anchor=token[:, 0],
+        budget=budget,
+        history=write_ids(prompts, token, end, jnp.ones_like(end)),
+        draft=proposer.prefill(params, state.draft, tables, features, start, chunk.num_new),
     )
-    return state, token[:, 0]
+    return put_rows(whole, rows, state), token[:, 0], logprob[:, 0]
 
 
 def step(
@@ -80,15 +86,21 @@ def step(
     params: AllParams,
     state: DecodeState,
     tables: Array,
-    stop_ids: Array,
+    options: RowOptions,
 ) -> tuple[DecodeState, Round]:
-    """One round for every active row. tables int32[R,M]; stop_ids int32[R,n], filled up with -1."""
-    state = replace(state, draft=proposer.absorb(params, state))
-    draft_ids = proposer.draft(params, state)
-    state, target_ids, features = verify(target, params["target"], proposer.taps, state, tables, draft_ids)
-    num_accepted, bonus = accept(draft_ids, target_ids)
-    done = Round(state.committed_len, state.budget > 0, draft_ids, target_ids, num_accepted)
-    return commit(proposer, state, done, bonus, features, stop_ids), done
+    """One round for every active row. tables int32[R,M]."""
+    num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
+    state = replace(state, draft=proposer.absorb(params, state, tables))
+    draft_ids = proposer.draft(params, state, tables)
+    state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, options)
+    num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
+    done = Round(state.committed_len, num_new > 0, draft_ids, said.target_ids, said.logprobs, num_accepted)
+    return commit(proposer, state, done, bonus, said.features, options.stop_ids), done
+
+
+def block_length(state: DecodeState, width: int, context_limit: int) -> Array:
+    """int32[R]: positions that a row's block may fill: `width`, fewer just below the context limit, 0 when finished."""
+    return jnp.where(state.budget > 0, jnp.clip(context_limit - state.committed_len, 0, width), 0)
 
 
 def is_stop(ids: Array, stop_ids: Array) -> Array:
@@ -110,6 +122,7 @@ def commit(
         committed_len=state.committed_len + num_kept,
         anchor=jnp.where(done.active, bonus, state.anchor),
         budget=jnp.where(stopped, 0, jnp.maximum(state.budget - num_kept, 0)),
+        history=write_ids(state.history, done.target_ids, state.committed_len + 1, num_kept),
         draft=proposer.commit(state.draft, features, num_kept),
     )
 
@@ -120,21 +133,24 @@ def decode(
     max_steps: int,
     params: AllParams,
     state: DecodeState,
+    rows: Array,
     tables: Array,
-    stop_ids: Array,
+    options: RowOptions,
     num_steps: Array,
 ) -> tuple[DecodeState, Round, Array]:
-    """Up to num_steps <= max_steps rounds on the device, fewer when every row is finished. No host sync inside.
+    """Up to num_steps <= max_steps rounds of the rows `rows` int32[r], fewer when all are finished. No host sync
+    inside.
 
-    Returns the state, the rounds (leading axis max_steps; those from the count on are padding) and their count int32.
+    Row numbers >= R fill up a dispatch and do nothing; the rows not named stay as they are. Returns the state, the
+    rounds (leading axis max_steps; those from the count on are padding) and their count int32.
     """
-    rows, width = state.anchor.shape[0], proposer.num_drafts + 1
-    per_row = jnp.zeros((max_steps, rows), jnp.int32)
+    whole, width, per_row = state, proposer.num_drafts + 1, jnp.zeros((max_steps, len(rows)), jnp.int32)
     empty = Round(
         start=per_row,
         active=per_row.astype(bool),
-        draft_ids=jnp.zeros((max_steps, rows, width - 1), jnp.int32),
-        target_ids=jnp.zeros((max_steps, rows, width), jnp.int32),
+        draft_ids=jnp.zeros((*per_row.shape, width - 1), jnp.int32),
+        target_ids=jnp.zeros((*per_row.shape, width), jnp.int32),
+        logprobs=jnp.zeros((*per_row.shape, width), jnp.float32),
         num_accepted=per_row,
     )
 
@@ -143,14 +159,15 @@ def decode(
 
     def one(carry: tuple[DecodeState, Round, Array]) -> tuple[DecodeState, Round, Array]:
         state, rounds, count = carry
-        state, done = step(target, proposer, params, state, tables, stop_ids)
+        state, done = step(target, proposer, params, state, tables, options)
         return state, jax.tree.map(lambda all_, new: all_.at[count].set(new), rounds, done), count + 1
 
-    return lax.while_loop(unfinished, one, (state, empty, jnp.int32(0)))
+    state, rounds, count = lax.while_loop(unfinished, one, (take_rows(state, rows), empty, jnp.int32(0)))
+    return put_rows(whole, rows, state), rounds, count
 
 
 @functools.cache
-def prefill_program() -> Callable[..., tuple[DecodeState, Array]]:
+def prefill_program() -> Callable[..., tuple[DecodeState, Array, Array]]:
     """`prefill` compiled: once for each target, proposer and set of shapes. The state is donated."""
     return jax.jit(prefill, static_argnames=("target", "proposer"), donate_argnames="state")
 

@@ -1,228 +1,221 @@
-"""The host loop: requests wait, take a row, are prefilled, and decode in dispatches until they stop.
-
-Letters: R rows, N steps per dispatch.
-"""
+"""The host loop: requests wait, take a row, are prefilled chunk by chunk, and decode in dispatches until they stop."""
 
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from bridge.pages import PageAllocator
+from bridge.pages import OutOfPagesError, PageAllocator
 from bridge.positions import chunks, power_of_two
-from torch_dflash.decode import decode_program, make_state, prefill_program
+from torch_dflash.device import Device
+from torch_dflash.errors import InputError
 from torch_dflash.invariants import check_invariants
 from torch_dflash.metrics import TraceEntry
-from torch_dflash.pair import Pair, timed
-from torch_dflash.propose import Proposer
-from torch_dflash.state import Capacity, Round
+from torch_dflash.options import NOTHING, Choice
+from torch_dflash.pace import Measured, Pace
+from torch_dflash.pair import Pair
+from torch_dflash.requests import Request, Run
+from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.tokenizer import TextPieces
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
 PREFILL_CHUNK = 256
 SMALLEST_CHUNK = 16
-NO_STOP = -1
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt and where to stop. max_new_tokens >= 1; stop_ids end the text and belong to it."""
-
-    index: int
-    prompt_ids: tuple[int, ...]
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-
-
-@dataclass
-class Run:
-    """What has become of a request so far. `finish_reason` is None while it runs; times are perf_counter seconds."""
-
-    request: Request
-    begin: float
-    token_ids: list[int] = field(default_factory=list)
-    drafted: list[bool] = field(default_factory=list)  # of each token: it came from an accepted draft
-    trace: list[TraceEntry] = field(default_factory=list)
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
-    finish_reason: str | None = None
-
-    @property
-    def committed_len(self) -> int:
-        """Positions the target has processed, as the device counts them while the request runs: all but the anchor."""
-        return len(self.request.prompt_ids) + len(self.token_ids) - 1
-
-    def take(self, ids: list[int]) -> list[int]:
-        """Append what a step emitted, accepted drafts and one token of the target's own, up to the first stop id or the
-        budget. Returns what was kept."""
-        kept: list[int] = []
-        for token in ids[: self.request.max_new_tokens - len(self.token_ids)]:
-            kept.append(token)
-            if token in self.request.stop_ids:
-                self.finish_reason = "stop"
-                break
-        self.token_ids += kept
-        self.drafted += [i < len(ids) - 1 for i in range(len(kept))]
-        self.last_token_at = time.perf_counter()
-        self.first_token_at = self.first_token_at or self.last_token_at
-        if self.finish_reason is None and len(self.token_ids) == self.request.max_new_tokens:
-            self.finish_reason = "length"
-        return kept
+WIDTHS = [SMALLEST_CHUNK << n for n in range((PREFILL_CHUNK // SMALLEST_CHUNK).bit_length())]
 
 
 class Engine:
-    """Runs requests on R device rows. Rows differ in length, accept count and finish time; a free row takes the next
-    request."""
+    """Runs requests on R device rows.
 
-    def __init__(self, pair: Pair, proposer: Proposer, capacity: Capacity, max_steps: int) -> None:
+    Rows differ in length, accept count and finish time; a free row takes the next request, first come, first served.
+    A request gets its row when all pages that it may need are free, so one that runs is never short of pages, and one
+    that waits will run. A dispatch has the active rows only, padded to a power of two. Raises InputError when the
+    device's memory cannot hold the capacity.
+    """
+
+    def __init__(self, pair: Pair, pace: Pace, capacity: Capacity, max_steps: int) -> None:
         self.pair = pair
-        self.proposer = proposer
+        self.pace = pace
         self.capacity = capacity
-        self.max_steps = max_steps
-        self.state = make_state(pair.target, proposer, capacity, pair.dtype)
+        self.device = Device(pair, pace.proposers, capacity, max_steps)
         self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
         self.rows: list[Run | None] = [None] * capacity.rows
-        self.waiting: deque[Request] = deque()
-        self.num_stop_ids = 1
+        self.waiting: deque[Run] = deque()
+        self.prefilled_last = False
         self.dispatch_seconds = 0.0
 
-    def submit(self, request: Request) -> None:
-        """Queue a request. It must fit: see `positions_needed`."""
-        assert positions_needed(request, self.proposer) <= self.capacity.slots_per_row
-        self.num_stop_ids = max(self.num_stop_ids, power_of_two(len(request.stop_ids)))
-        self.waiting.append(request)
+    def submit(self, request: Request) -> Run:
+        """Queue a request. The run tells, after every step, what has become of it. Raises InputError for one that can
+        never fit."""
+        needed = self._positions(request)
+        room = min(self.capacity.pages_per_row, self.capacity.num_pages - 1) * self.capacity.page_size
+        if needed > room:
+            raise InputError(
+                f"request {request.index} may need {needed} positions, and a row has {room}: "
+                "shorten the prompt, lower max_new_tokens, or give the engine more pages"
+            )
+        self.device.num_stop_ids = max(self.device.num_stop_ids, power_of_two(len(request.stop_ids)))
+        self.device.num_biased = max(self.device.num_biased, power_of_two(len(request.sampling.logit_bias)))
+        pieces = TextPieces(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
+        choice = Choice(request.sampling.seeded(), request.stop_ids, len(request.prompt_ids))
+        self.waiting.append(Run(request, choice, pieces))
+        return self.waiting[-1]
+
+    def cancel(self, run: Run) -> None:
+        """End a run that waits or decodes; it keeps what it has. One that is finished stays as it is."""
+        if run.finish_reason is None:
+            run.finish_reason = "cancelled"
+            self.waiting = deque(other for other in self.waiting if other is not run)
+            self._retire()
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not any(self.rows)
 
-    def step(self) -> Iterator[Run]:
-        """Admit, reserve, dispatch, collect. Yields the runs that moved, finished ones for the last time."""
-        yield from self.admit()
-        if any(self.rows):
-            self._reserve()
-            yield from self._collect(*self._dispatch())
+    def step(self) -> list[Run]:
+        """Admit requests, then prefill a chunk or decode a dispatch, in turns where both are wanted. Returns the runs
+        that have new tokens; finished ones for the last time."""
+        self._admit()
+        decoding = any(run is not None and run.decoding for run in self.rows)
+        prefilling = any(run is not None and not run.decoding for run in self.rows)
+        self.prefilled_last = prefilling and not (decoding and self.prefilled_last)
+        moved = self._prefill() if self.prefilled_last else self._decode()
+        self._retire()
         if os.environ.get("TORCH_DFLASH_DEBUG") == "1":
             check_invariants(self)
+        return moved
+
+    def stream(self, request: Request) -> Iterator[str]:
+        """Submit a request and yield its text, piece by piece; all other requests go on too. Leaving the iterator
+        early cancels the request."""
+        run, seen, pieces = self.submit(request), 0, TextPieces(self.pair.tokenizer, request.stop_strings)
+        try:
+            while run.finish_reason is None:
+                self.step()
+                if piece := pieces.feed(run.token_ids[seen:]):
+                    yield piece
+                seen = len(run.token_ids)
+            if piece := pieces.finish():
+                yield piece
+        finally:
+            self.cancel(run)
+
+    def _positions(self, request: Request) -> int:
+        return positions_needed(request, self.pace.proposers[0].num_drafts, self.pair.target.config.context_limit)
+
+    def _admit(self) -> None:
+        """Waiting requests take free rows, in their order, as long as there are pages."""
+        for row, held in enumerate(self.rows):
+            if held is None and self.waiting:
+                run = self.waiting[0]
+                try:
+                    run.prefilled = self.pages.reserve(row, self._positions(run.request), run.request.prompt_ids)
+                except OutOfPagesError:
+                    return  # those behind it wait too, or it might wait for ever
+                run.begin = time.perf_counter()
+                self.rows[row] = self.waiting.popleft()
+
+    def _prefill(self) -> list[Run]:
+        """Prompt chunks, PREFILL_CHUNK tokens in all, so that decoding rows do not wait long. Returns the runs that
+        got their first token."""
+        left, started = PREFILL_CHUNK, []
+        for row, run in enumerate(self.rows):
+            while run is not None and left > 0 and not run.token_ids:
+                left -= self._prefill_chunk(row, run)
+                if run.token_ids:
+                    started.append(run)
+        return started
+
+    def _prefill_chunk(self, row: int, run: Run) -> int:
+        """Process the next chunk of a prompt. Returns its width."""
+        prompt, start = run.request.prompt_ids, run.prefilled
+        _, length, width = chunks(len(prompt) - start, PREFILL_CHUNK, SMALLEST_CHUNK)[0]
+        last = start + length == len(prompt)
+        ids = np.zeros((1, width), np.int32)
+        ids[0, :length] = prompt[start : start + length]
+        budget = run.request.max_new_tokens - 1 if last else 0
+        chunk = Chunk(ids, np.array([length], np.int32), np.array([budget], np.int32))
+        first = self.device.prefill(row, self.pages.table([row]), run.choice, prompt, start, chunk)
+        run.prefilled += length
+        self.pages.remember(row, prompt[: run.prefilled])
+        if last:
+            token, logprob = jax.device_get(first)
+            run.take(token.tolist(), logprob.tolist())
+        return width
+
+    def _decode(self) -> list[Run]:
+        """One dispatch of the decoding rows. Returns their runs."""
+        active = {row: run for row, run in enumerate(self.rows) if run is not None and run.decoding}
+        if active:
+            rounds, count = self._dispatch(active)
+            for column, run in enumerate(active.values()):
+                for i in np.flatnonzero(rounds.active[:count, column]):
+                    _take(run, rounds, int(i), column)
+        return list(active.values())
+
+    def _dispatch(self, active: dict[int, Run]) -> tuple[Round, int]:
+        """Some rounds of the active rows, with as many drafts as pay."""
+        width = bucket(len(active), self.capacity.rows)
+        padding = width - len(active)
+        rows = [*active, *[self.capacity.rows] * padding]
+        choices = [*(run.choice for run in active.values()), *[NOTHING] * padding]
+        proposer, num_steps = self.pace.choose(width, self.device.max_steps)
+        begin = time.perf_counter()
+        rounds, count = self.device.decode(rows, self.pages.table(rows), choices, proposer, num_steps)
+        seconds = time.perf_counter() - begin
+        accepted = rounds.num_accepted[:count][rounds.active[:count]].tolist()
+        self.pace.observe(Measured(width, proposer, count, seconds, accepted))
+        self.dispatch_seconds += seconds
+        return rounds, count
+
+    def _retire(self) -> None:
+        """Free the rows whose requests have finished. The device need not know: a dispatch names its rows."""
+        for row, run in enumerate(self.rows):
+            if run is not None and run.finish_reason is not None:
+                self.pages.release(row)
+                self.rows[row] = None
 
     def warm_up(self) -> None:
         """Compile what the queued requests need and the pair has not compiled yet. No step is taken, no row written."""
-        widths = {w for r in self.waiting for _, _, w in chunks(len(r.prompt_ids), PREFILL_CHUNK, SMALLEST_CHUNK)}
+        prompts = [run.request.prompt_ids for run in self.waiting]
+        cut = [chunks(len(prompt), PREFILL_CHUNK, SMALLEST_CHUNK) for prompt in prompts]
+        widths = {width for pieces in cut for _, _, width in pieces}
+        beginnings = [prompt[: self.capacity.page_size] for prompt in prompts if len(prompt) > self.capacity.page_size]
+        if len(set(beginnings)) < len(beginnings):
+            # Of a prompt whose beginning is in the pages already, the rest may have any smaller width.
+            widths = {width for width in WIDTHS if width <= max(widths)}
+        self._warm_up(widths, min(len(prompts), self.capacity.rows))
+
+    def warm_up_all(self) -> None:
+        """Compile what any request may need."""
+        self._warm_up(set(WIDTHS), self.capacity.rows)
+
+    def _warm_up(self, widths: set[int], most_rows: int) -> None:
         for width in sorted(widths):
-            self._compile("prefill", width, f"{width} tokens", partial(self._prefill_nothing, width))
-        self._compile("decode", self.max_steps, f"{self.capacity.rows} row(s)", partial(self._dispatch, num_steps=0))
-
-    def _compile(self, program: str, size: int, shown: str, run: Callable[[], object]) -> None:
-        shapes = (program, size, self.proposer, self.capacity, self.num_stop_ids)
-        if shapes not in self.pair.compiled:
-            with timed(f"compile {program} of {shown}"):
-                jax.block_until_ready(run())
-            self.pair.compiled.add(shapes)
-
-    def _prefill_nothing(self, width: int) -> jax.Array:
-        nowhere = np.array([self.capacity.rows], np.int32)
-        return self._prefill(nowhere, np.zeros((1, width), np.int32), 0, 0, 0)
-
-    def admit(self) -> Iterator[Run]:
-        """Waiting requests take free rows and are prefilled. Yields them with their first token."""
-        for row, run in enumerate(self.rows):
-            if run is None and self.waiting:
-                run = Run(self.waiting.popleft(), time.perf_counter())
-                self.pages.reserve(row, len(run.request.prompt_ids))
-                self.rows[row] = run
-                run.take([self._prefill_prompt(row, run.request)])
-                self._retire(row)
-                yield run
-
-    def _prefill_prompt(self, row: int, request: Request) -> int:
-        prompt = request.prompt_ids
-        for at, length, width in chunks(len(prompt), PREFILL_CHUNK, SMALLEST_CHUNK):
-            ids = np.zeros((1, width), np.int32)
-            ids[0, :length] = prompt[at : at + length]
-            last = at + length == len(prompt)
-            budget = request.max_new_tokens - 1 if last else 0
-            token = self._prefill(np.array([row], np.int32), ids, at, length, budget)
-        return int(jax.device_get(token)[0])
-
-    def _prefill(self, rows: np.ndarray, ids: np.ndarray, start: int, num_new: int, budget: int) -> jax.Array:
-        scalars = [np.array([value], np.int32) for value in (start, num_new, budget)]
-        stop_ids = self._stop_ids()[np.minimum(rows, self.capacity.rows - 1)]
-        self.state, token = prefill_program()(
-            self.pair.target,
-            self.proposer,
-            self.pair.params,
-            self.state,
-            self.pages.table(),
-            rows,
-            ids,
-            *scalars,
-            stop_ids,
-        )
-        return token
-
-    def _reserve(self) -> None:
-        """Pages for everything the next dispatch may write."""
-        width = self.proposer.num_drafts + 1
-        for row, run in enumerate(self.rows):
-            if run is not None:
-                ahead = run.committed_len + self.max_steps * width
-                self.pages.reserve(row, min(ahead, positions_needed(run.request, self.proposer)))
-
-    def _dispatch(self, num_steps: int | None = None) -> tuple[Round, int]:
-        """Run up to num_steps rounds; the one place where the host waits for the device while decoding."""
-        tables, stop_ids = self.pages.table(), self._stop_ids()
-        begin = time.perf_counter()
-        self.state, rounds, count = decode_program()(
-            self.pair.target,
-            self.proposer,
-            self.max_steps,
-            self.pair.params,
-            self.state,
-            tables,
-            stop_ids,
-            np.int32(self.max_steps if num_steps is None else num_steps),
-        )
-        rounds, count = jax.device_get((rounds, count))
-        self.dispatch_seconds += time.perf_counter() - begin
-        return rounds, int(count)
-
-    def _collect(self, rounds: Round, count: int) -> Iterator[Run]:
-        for row, run in enumerate(self.rows):
-            if run is not None:
-                for i in range(count):
-                    if rounds.active[i, row]:
-                        _take(run, rounds, i, row)
-                self._retire(row)
-                yield run
-
-    def _retire(self, row: int) -> None:
-        """Free a row whose request has finished."""
-        run = self.rows[row]
-        if run is not None and run.finish_reason is not None:
-            self.pages.release(row)
-            self.rows[row] = None
-
-    def _stop_ids(self) -> np.ndarray:
-        """int32[R,n] for the device, filled up with an id that no token has."""
-        ids = np.full((self.capacity.rows, self.num_stop_ids), NO_STOP, np.int32)
-        for row, run in enumerate(self.rows):
-            if run is not None:
-                ids[row, : len(run.request.stop_ids)] = run.request.stop_ids
-        return ids
+            self.device.warm_up_prefill(width)
+        for rows in sorted({bucket(active, self.capacity.rows) for active in range(1, most_rows + 1)}):
+            self.device.warm_up_decode(rows)
 
 
-def _take(run: Run, rounds: Round, i: int, row: int) -> None:
+def bucket(active: int, rows: int) -> int:
+    """Rows of a dispatch: a power of two, at most `rows`.  Examples: (3, 8) -> 4; (5, 6) -> 6."""
+    return min(power_of_two(active), rows)
+
+
+def positions_needed(request: Request, num_drafts: int, context_limit: int) -> int:
+    """Positions that a request may write: the last round's anchor is the last token but one, its drafts lie behind, and
+    nothing lies behind the context limit."""
+    return min(len(request.prompt_ids) + request.max_new_tokens + num_drafts, context_limit)
+
+
+def _take(run: Run, rounds: Round, i: int, column: int) -> None:
     """Round i of a row becomes a trace entry and new tokens."""
-    accepted = int(rounds.num_accepted[i, row])
-    kept = run.take(rounds.target_ids[i, row, : accepted + 1].tolist())
-    proposed = rounds.draft_ids[i, row].tolist()
-    run.trace.append(TraceEntry(int(rounds.start[i, row]), proposed, accepted, kept))
-
-
-def positions_needed(request: Request, proposer: Proposer) -> int:
-    """Positions that a request may write: the last round's anchor is the last token but one, its drafts lie behind."""
-    return len(request.prompt_ids) + request.max_new_tokens + proposer.num_drafts
+    if run.finish_reason is None:  # a stop string ends a run behind the device's back
+        accepted = int(rounds.num_accepted[i, column])
+        ids, logprobs = rounds.target_ids[i, column], rounds.logprobs[i, column]
+        kept = run.take(ids[: accepted + 1].tolist(), logprobs[: accepted + 1].tolist())
+        proposed = rounds.draft_ids[i, column].tolist()
+        run.trace.append(TraceEntry(int(rounds.start[i, column]), proposed, accepted, kept))

@@ -1,6 +1,7 @@
 """Proposers: what stands between two verifications. `DFlash` drafts a block; `Plain` drafts nothing (the baseline).
 
-Letters: R rows, T tokens, B block_size, K number of drafts used (<= B-1), F tapped layers, D target hidden size.
+Letters: R rows, T tokens, B block_size, K number of drafts used (<= B-1), F tapped layers, D target hidden size, M
+pages per row.
 """
 
 from collections.abc import Callable
@@ -11,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridge.attention import draft_attention
+from bridge.attention import draft_attention, make_pool
 from bridge.context import append, make_context
-from bridge.draft_cache import make_draft_cache, write_context
+from bridge.draft_cache import write_context
 from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import DrafterConfig
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.sampling import greedy
-from torch_dflash.state import DecodeState, DraftState
+from torch_dflash.state import Capacity, DecodeState, DraftState
 from torch_dflash.verify import TargetFunctions
 
 AllParams = dict[str, Params]  # {"target": ..., "drafter": ...}
@@ -36,16 +37,18 @@ class Proposer(Protocol):
     def num_drafts(self) -> int:
         """Drafts per step; a verification has num_drafts + 1 tokens."""
 
-    def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState | None:
-        """Empty draft state for `rows` rows of `num_slots` positions."""
+    def make_state(self, capacity: Capacity, dtype: Any) -> DraftState | None:
+        """Empty draft state for all rows and pages."""
 
-    def prefill(self, params: AllParams, draft: Any, rows: Array, features: Array, start: Array, num_new: Array) -> Any:
-        """Take the features [r,T,F*D] of a prompt chunk of the state rows `rows` int32[r]."""
+    def prefill(
+        self, params: AllParams, draft: Any, tables: Array, features: Array, start: Array, num_new: Array
+    ) -> Any:
+        """Take the features [R,T,F*D] of a prompt chunk; block tables int32[R,M]."""
 
-    def absorb(self, params: AllParams, state: DecodeState) -> Any:
+    def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
         """Draft state in which draft_len equals committed_len."""
 
-    def draft(self, params: AllParams, state: DecodeState) -> Array:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
         """draft_ids int32[R,K]; draft_ids[:, j] guesses position committed_len + j + 1."""
 
     def commit(self, draft: Any, features: Array, num_new: Array) -> Any:
@@ -59,18 +62,18 @@ class Plain:
     taps: tuple[int, ...] = ()
     num_drafts: int = 0
 
-    def make_state(self, rows: int, num_slots: int, dtype: Any) -> None:
+    def make_state(self, capacity: Capacity, dtype: Any) -> None:
         return None
 
     def prefill(
-        self, params: AllParams, draft: None, rows: Array, features: Array, start: Array, num_new: Array
+        self, params: AllParams, draft: None, tables: Array, features: Array, start: Array, num_new: Array
     ) -> None:
         return None
 
-    def absorb(self, params: AllParams, state: DecodeState) -> None:
+    def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> None:
         return None
 
-    def draft(self, params: AllParams, state: DecodeState) -> Array:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
         return jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
 
     def commit(self, draft: None, features: Array, num_new: Array) -> None:
@@ -93,7 +96,10 @@ def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
 
 @dataclass(frozen=True)
 class DFlash:
-    """Block diffusion: one non-causal pass over [anchor, mask, ...] proposes the whole block (arXiv:2602.06036)."""
+    """Block diffusion: one non-causal pass over [anchor, mask, ...] proposes the whole block (arXiv:2602.06036).
+
+    num_drafts: how many of its B-1 drafts are used. Proposers that differ in nothing else share one draft state.
+    """
 
     drafter: DrafterFunctions
     target: TargetFunctions
@@ -108,54 +114,54 @@ class DFlash:
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
-    def make_state(self, rows: int, num_slots: int, dtype: Any) -> DraftState:
-        block = self.config.block
-        cache = make_draft_cache(len(self.config.layers), rows, block.num_kv_heads, num_slots, block.head_dim, dtype)
-        feature_size = len(self.taps) * block.hidden_size
-        context = make_context(rows, self.config.block_size, feature_size, dtype)
-        return DraftState(cache, context, jnp.zeros(rows, jnp.int32))
+    def make_state(self, capacity: Capacity, dtype: Any) -> DraftState:
+        block, rows = self.config.block, capacity.rows
+        pool = make_pool(
+            len(self.config.layers),
+            capacity.num_pages,
+            capacity.page_size,
+            block.num_kv_heads,
+            block.head_dim,
+            dtype,
+        )
+        context = make_context(rows, self.config.block_size, len(self.taps) * block.hidden_size, dtype)
+        return DraftState(pool, context, jnp.zeros(rows, jnp.int32))
 
     def prefill(
-        self,
-        params: AllParams,
-        draft: DraftState,
-        rows: Array,
-        features: Array,
-        start: Array,
-        num_new: Array,
+        self, params: AllParams, draft: DraftState, tables: Array, features: Array, start: Array, num_new: Array
     ) -> DraftState:
         keys, values = self.drafter.absorb(params["drafter"], features, block_positions(start, features.shape[1]))
-        cache = write_context(draft.cache, keys, values, rows, start, num_new)
-        draft_len = draft.draft_len.at[rows].set(start + num_new, mode="drop")
-        return replace(draft, cache=cache, draft_len=draft_len)
+        pool = write_context(draft.pool, keys, values, tables, start, num_new)
+        return replace(draft, pool=pool, draft_len=start + num_new)
 
     @jax.named_scope("absorb")
-    def absorb(self, params: AllParams, state: DecodeState) -> DraftState:
+    def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> DraftState:
         """Everything pending goes into the draft cache: nothing twice, nothing lost."""
         draft = state.draft
         assert draft is not None
         pending = state.committed_len - draft.draft_len
-        rows = jnp.arange(pending.shape[0])
-        return self.prefill(params, draft, rows, draft.context.features, draft.draft_len, pending)
+        return self.prefill(params, draft, tables, draft.context.features, draft.draft_len, pending)
 
     @jax.named_scope("draft")
-    def draft(self, params: AllParams, state: DecodeState) -> Array:
-        draft = state.draft
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
+        draft, anchor = state.draft, state.anchor[:, None]
         assert draft is not None
-        anchor = state.anchor[:, None]
+        if self.num_drafts == 0:  # the context is kept up all the same, so that drafting can be taken up again
+            return anchor[:, :0]
         noise_ids = jnp.pad(
             anchor, ((0, 0), (0, self.config.block_size - 1)), constant_values=self.config.mask_token_id
         )
         noise = self.target.embed(params["target"], noise_ids)
         positions = block_positions(draft.draft_len, self.config.block_size)
-        hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft), None)
+        hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft, tables), None)
         return greedy(self.target.logits(params["target"], hidden[:, 1 : self.num_drafts + 1]))
 
-    def _attend(self, draft: DraftState) -> Callable[..., Any]:
+    def _attend(self, draft: DraftState, tables: Array) -> Callable[..., Any]:
+        pages_per_layer = draft.pool.shape[0] // len(self.config.layers)
+
         def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
-            sees = self.config.layers[layer]
-            keys, values = draft.cache.keys[layer], draft.cache.values[layer]
-            return draft_attention(q, k, v, keys, values, draft.draft_len, sees.causal, sees.window), None
+            sees, table = self.config.layers[layer], tables + layer * pages_per_layer
+            return draft_attention(q, k, v, draft.pool, table, draft.draft_len, sees.causal, sees.window), None
 
         return attend
 

@@ -34,17 +34,22 @@ def dflash(
     prompt_ids: Sequence[int],
     max_new_tokens: int,
     num_drafts: int | None = None,
+    context_limit: int | None = None,
 ) -> tuple[list[int], list[TraceEntry]]:
-    """The new tokens, and one trace entry per round as `generate` gives it. num_drafts defaults to block_size - 1."""
+    """The new tokens, and one trace entry per round as `generate` gives it. num_drafts defaults to block_size - 1.
+
+    context_limit: positions that the target has; a draft that lies behind them is never accepted.
+    """
     drafts = config.block_size - 1 if num_drafts is None else num_drafts
     new, trace = greedy(target, prompt_ids, min(1, max_new_tokens)), list[TraceEntry]()
     while len(new) < max_new_tokens:
         ids = [*prompt_ids, *new]  # the last one is the anchor
         _, features = target_pass(target, ids[:-1], config.target_layer_ids)
         draft_ids = _argmax(draft_logits(target, drafter, config, features, ids[-1])[:drafts])
-        logits, _ = target_pass(target, ids + draft_ids)
+        fitting = draft_ids if context_limit is None else draft_ids[: context_limit - len(ids)]
+        logits, _ = target_pass(target, ids + fitting)
         target_ids = _argmax(logits[len(ids) - 1 :])
-        accepted = matching_prefix(draft_ids, target_ids)
+        accepted = matching_prefix(fitting, target_ids)
         emitted = target_ids[: accepted + 1][: max_new_tokens - len(new)]
         trace.append(TraceEntry(len(ids) - 1, draft_ids, accepted, emitted))
         new += emitted

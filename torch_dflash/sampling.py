@@ -1,10 +1,161 @@
-"""From logits to token ids."""
+"""From logits to token ids: the target's choice behind every position of a block, greedy or drawn, on the device.
 
+A draw is a function of the row's seed and the token's position, of nothing else: the same seed gives the same text
+whatever the neighbours, the block size or the drafts. Drafts are guesses of that choice: a draft x is accepted when the
+target draws x, which happens with probability p(x), and otherwise the token drawn follows p without x. So this is
+rejection sampling against one-hot drafts (the DFlash paper's rule), and exact.
+
+Letters: R rows, T tokens, V vocabulary, N positions of a row, n stop ids, m biased ids.
+"""
+
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.extend.random import threefry_2x32
+
+from bridge.positions import block_positions
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowOptions:
+    """What the rows' requests ask for. The host sends it with every dispatch; options.py builds it."""
+
+    stop_ids: Array  # int32[R,n]  filled up with -1
+    temperature: Array  # f32[R]  0: greedy
+    top_k: Array  # int32[R]  V or more: off
+    top_p: Array  # f32[R]  1: off
+    min_p: Array  # f32[R]  0: off
+    seed: Array  # uint32[R,2]
+    prompt_len: Array  # int32[R]
+    repetition_penalty: Array  # f32[R]  1: off
+    presence_penalty: Array  # f32[R]  0: off
+    frequency_penalty: Array  # f32[R]  0: off
+    bias_ids: Array  # int32[R,m]  filled up with a number >= V
+    bias: Array  # f32[R,m]
+    logprobs: Array  # bool[R]
 
 
 def greedy(logits: Array) -> Array:
     """[..., V] -> int32[...]: the largest logit, the smallest id among equals. Drafter and target use this one
     function."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+@jax.named_scope("choose")
+def choose(logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+    """The target's token behind each of the positions start.. [R], and its log-probability, both [R,T].
+
+    logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them. Rows that ask
+    for nothing special cost an argmax: what others ask for is decided on the device, without a recompilation.
+    """
+
+    def special() -> Array:
+        adjusted = lax.cond(
+            _adjusts(options).any(), lambda: adjust(logits, ids, start, options), lambda: logits.astype(jnp.float32)
+        )
+        return _draw(adjusted, block_positions(start + 1, logits.shape[1]), options)
+
+    token = lax.cond(((options.temperature > 0) | _adjusts(options)).any(), special, lambda: greedy(logits))
+    nothing = jnp.zeros(token.shape, jnp.float32)
+    return token, lax.cond(options.logprobs.any(), lambda: _logprobs(logits, token), lambda: nothing)
+
+
+def _adjusts(options: RowOptions) -> Array:
+    """bool[R]: the row changes its logits before anything is chosen."""
+    penalised = (options.presence_penalty != 0) | (options.frequency_penalty != 0) | (options.repetition_penalty != 1)
+    return penalised | (options.bias != 0).any(axis=1)
+
+
+def adjust(logits: Array, ids: Array, start: Array, options: RowOptions) -> Array:
+    """Logit bias, then penalties, in f32: for each position by the tokens up to it, drafts of the block included.
+
+    The repetition penalty (CTRL, as in Hugging Face) counts prompt and answer: positive logits are divided by it,
+    others multiplied. Presence and frequency penalties (as in OpenAI's API) count the answer only.
+    """
+    width, each = logits.shape[1], jnp.arange(ids.shape[0])[:, None]
+    position = jnp.arange(ids.shape[1], dtype=jnp.int32)
+    seen = position <= block_positions(start, width)[:, :, None]
+    logits = logits.astype(jnp.float32).at[each, :, options.bias_ids].add(options.bias[:, :, None], mode="drop")
+
+    def count(counted: Array) -> Array:  # bool[R,T,N] -> f32[R,T,V]
+        at = each[:, :, None], jnp.arange(width)[:, None], ids[:, None, :]
+        return jnp.zeros_like(logits).at[at].add(counted.astype(jnp.float32), mode="drop")
+
+    repetition, presence, frequency = (
+        value[:, None, None]
+        for value in (options.repetition_penalty, options.presence_penalty, options.frequency_penalty)
+    )
+    repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = jnp.where(count(seen) > 0, repeated, logits)
+    answered = count(seen & (position >= options.prompt_len[:, None, None]))
+    return logits - frequency * answered - presence * (answered > 0)
+
+
+def _draw(logits: Array, position: Array, options: RowOptions) -> Array:
+    """int32[R,T]: a draw at the row's temperature for the tokens at `position` int32[R,T]; greedy where it is 0."""
+    temperature = options.temperature[:, None, None]
+    # Relative to the largest, so that a tiny temperature overflows to -inf and never to NaN.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    filters = (options.top_k < logits.shape[-1]) | (options.top_p < 1) | (options.min_p > 0)
+    scaled = lax.cond(filters.any(), lambda: keep(scaled, options), lambda: scaled)
+    drawn = greedy(scaled + _gumbel(options.seed, position, logits.shape[-1]))
+    return jnp.where(options.temperature[:, None] > 0, drawn, greedy(logits))
+
+
+def keep(logits: Array, options: RowOptions) -> Array:
+    """[R,T,V] with -inf for what top-k, then top-p of what is left, then min-p exclude (Hugging Face's order).
+
+    Tokens as likely as the last one kept are kept too, so no order among equals matters.
+    """
+    top_k, top_p, min_p = (value[:, None] for value in (options.top_k, options.top_p, options.min_p))
+    lowest = _threshold(logits, jnp.ones_like(logits), top_k.astype(jnp.float32))
+    logits = jnp.where(logits >= lowest[..., None], logits, -jnp.inf)
+    probs = jax.nn.softmax(logits)
+    lowest = _threshold(logits, probs, jnp.where(top_p < 1, top_p, 2))  # 2: more than there is, so all stay
+    lowest = jnp.maximum(lowest, logits.max(axis=-1) + jnp.log(min_p))
+    return jnp.where(logits >= lowest[..., None], logits, -jnp.inf)
+
+
+def _threshold(values: Array, weights: Array, wanted: Array) -> Array:
+    """[R,T]: the largest value v such that all values >= v together weigh at least `wanted` [R,T]; -inf if none does.
+
+    Found bit by bit instead of by sorting V values, which is slow on TPU and CPU alike.
+    """
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # the order of the floats, as integers
+
+    def narrow(i: Array, low: Array) -> Array:
+        higher = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        weight = jnp.where(ordered >= higher[..., None], weights, 0).sum(axis=-1)
+        return jnp.where(weight >= wanted, higher, low)
+
+    low = lax.fori_loop(0, 32, narrow, jnp.zeros(values.shape[:-1], jnp.uint32))
+    found = lax.bitcast_convert_type(jnp.where(low >> 31 == 1, low ^ jnp.uint32(1 << 31), ~low), jnp.float32)
+    return jnp.where(low == 0, -jnp.inf, found)
+
+
+def _gumbel(seed: Array, position: Array, vocab_size: int) -> Array:
+    """Noise f32[R,T,V] whose argmax over logits + noise is a draw from softmax(logits).
+
+    A counter-based generator (Threefry): the key is the row's seed, the counter (position, token). So no state is kept
+    that could be frozen, shared or lost, and no two numbers of a row have the same counter.
+    """
+    width = position.shape[1]
+    token = jnp.tile(jnp.arange(vocab_size, dtype=jnp.uint32), width)
+
+    def of_row(seed: Array, position: Array) -> Array:  # flat: a second vmap would take XLA seconds to compile
+        counters = jnp.concatenate([jnp.repeat(position.astype(jnp.uint32), vocab_size), token])
+        return threefry_2x32(seed, counters)[: token.size].reshape(width, vocab_size)  # which pairs the two halves
+
+    bits = jax.vmap(of_row)(seed, position)
+    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2**-24  # in (0, 1), both ends excluded
+    return -jnp.log(-jnp.log(uniform))
+
+
+def _logprobs(logits: Array, token: Array) -> Array:
+    """log p(token) under the target's own distribution: before bias, penalties, temperature and filters."""
+    normed = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return jnp.take_along_axis(normed, token[..., None], axis=-1)[..., 0]

@@ -1,15 +1,16 @@
 """What lives on the device between steps: one frozen pytree, donated to every dispatch.
 
-Letters: R rows, L target layers, P pages of one layer, S page_size, K key/value heads, d head_dim, B block_size.
+Letters: R rows, r rows of one dispatch, L target layers, P pages of one layer, S page_size, M pages per row, N = M*S
+positions of a row, K key/value heads, d head_dim, B block_size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax import Array
 
 from bridge.context import ContextBuffer
-from bridge.draft_cache import DraftCache
 
 
 @jax.tree_util.register_dataclass
@@ -17,11 +18,12 @@ from bridge.draft_cache import DraftCache
 class DraftState:
     """What the drafter holds of each row.
 
-    draft_len: leading positions whose context K/V is in `cache`; <= committed_len, equal to it right after absorb.
+    pool: context K/V in pages, addressed by the target's block tables; see bridge/draft_cache.py.
+    draft_len: leading positions whose context K/V is in `pool`; <= committed_len, equal to it right after absorb.
     context: features of positions draft_len..committed_len-1.
     """
 
-    cache: DraftCache
+    pool: Array  # [drafter layers * P, S, 2*K, d]
     context: ContextBuffer
     draft_len: Array  # int32[R]
 
@@ -29,12 +31,13 @@ class DraftState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeState:
-    """The whole decoding state.
+    """The whole decoding state. Pools belong to all rows, everything else has a row per row.
 
     committed_len: leading tokens that the target has finally processed. Excludes the anchor. Only prefill and commit
         change it.
     anchor: newest emitted token, not yet processed by the target; its position is committed_len.
     budget: tokens that the row may still emit; 0 means finished or empty, and such a row changes nothing.
+    history: the row's token at each position up to the anchor's; what lies behind has no meaning.
     draft: None when decoding plainly.
     """
 
@@ -42,7 +45,45 @@ class DecodeState:
     committed_len: Array  # int32[R]
     anchor: Array  # int32[R]
     budget: Array  # int32[R]
+    history: Array  # int32[R,N]
     draft: DraftState | None
+
+
+def take_rows(state: DecodeState, rows: Array) -> DecodeState:
+    """The state of the rows `rows` int32[r], pools whole. A row number >= R gives an empty row."""
+    return _map_rows(lambda part: part.at[rows].get(mode="fill", fill_value=0), state)
+
+
+def put_rows(state: DecodeState, rows: Array, part: DecodeState) -> DecodeState:
+    """`state` with the rows `rows` int32[r], and the pools, as they are in `part`. Row numbers >= R are dropped."""
+    return _map_rows(lambda new, old: old.at[rows].set(new, mode="drop"), part, state)
+
+
+def _map_rows(change: Any, first: DecodeState, *others: DecodeState) -> DecodeState:
+    """`change` on every array but the pools; those are the first state's."""
+    changed = jax.tree.map(change, *(_without_pools(state) for state in (first, *others)))
+    if first.draft is None:
+        return replace(changed, pool=first.pool)
+    return replace(changed, pool=first.pool, draft=replace(changed.draft, pool=first.draft.pool))
+
+
+def _without_pools(state: DecodeState) -> DecodeState:
+    draft = None if state.draft is None else replace(state.draft, pool=None)
+    return replace(state, pool=None, draft=draft)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of prompt on its way to the device.
+
+    ids: the first num_new[i] of each row are real. budget: what the row may emit behind the token that follows the
+    chunk; 0 before the last chunk.
+    """
+
+    ids: Array  # int32[r,T]
+    num_new: Array  # int32[r]
+    budget: Array  # int32[r]
 
 
 @jax.tree_util.register_dataclass
@@ -50,25 +91,31 @@ class DecodeState:
 class Round:
     """What one step did, for the host and the trace. In a dispatch's result each field has a leading axis of rounds."""
 
-    start: Array  # int32[R]  position of the anchor
-    active: Array  # bool[R]
-    draft_ids: Array  # int32[R,B-1], or fewer columns when fewer drafts are used
-    target_ids: Array  # int32[R,B]
-    num_accepted: Array  # int32[R]
+    start: Array  # int32[r]  position of the anchor
+    active: Array  # bool[r]
+    draft_ids: Array  # int32[r,B-1], or fewer columns when fewer drafts are used
+    target_ids: Array  # int32[r,B]
+    logprobs: Array  # f32[r,B]  of target_ids under the target itself; zeros where no row asks for them
+    num_accepted: Array  # int32[r]
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The shapes of the decoding memory: rows, pages a row may hold, positions a page holds."""
+    """The shapes of the decoding memory.
+
+    rows: requests at a time. pages_per_row: pages that one row may hold. page_size: positions that a page holds.
+    num_pages: pages of one layer, the NULL page included, that all rows share; fewer than `whole` makes requests wait.
+    """
 
     rows: int
     pages_per_row: int
     page_size: int
+    num_pages: int
 
-    @property
-    def num_pages(self) -> int:
-        """Pages of one layer, the NULL page included."""
-        return 1 + self.rows * self.pages_per_row
+    @classmethod
+    def whole(cls, rows: int, pages_per_row: int, page_size: int) -> "Capacity":
+        """Pages enough for every row at its longest."""
+        return cls(rows, pages_per_row, page_size, 1 + rows * pages_per_row)
 
     @property
     def slots_per_row(self) -> int:

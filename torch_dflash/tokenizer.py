@@ -124,20 +124,42 @@ def eos_ids(tokenizer: PreTrainedTokenizerBase | None, config_ids: Iterable[int]
 class TextPieces:
     """Token ids in, pieces of text out as soon as they are final.
 
-    All pieces joined equal `tokenizer.decode(ids, skip_special_tokens=True)`. A letter never comes in parts. The
-    cost grows linearly with the text.
+    All pieces joined equal `tokenizer.decode(ids, skip_special_tokens=True)`, or what of it comes before the first
+    stop string. A letter never comes in parts, and what may be the beginning of a stop string is held back. The cost
+    grows linearly with the text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_strings: Sequence[str] = ()) -> None:
         self._decoder = _ByteLevelPieces(tokenizer) if _is_byte_level(tokenizer) else _WindowPieces(tokenizer)
+        self._stop_strings = stop_strings
+        self._held = ""
+        self.stopped = False  # a stop string has come, and the text is over
 
     def feed(self, ids: Iterable[int]) -> str:
         """The text that these further ids settle; may be empty."""
-        return self._decoder.feed(ids)
+        self._held += self._decoder.feed(ids)
+        return self._release(self._beginning_of_stop())
 
     def finish(self) -> str:
         """The rest: what was held back because more ids might have completed it."""
-        return self._decoder.finish()
+        self._held += self._decoder.finish()
+        return self._release(0)
+
+    def _release(self, held: int) -> str:
+        """All but the last `held` letters, or what comes before a stop string."""
+        found = [at for stop in self._stop_strings if (at := self._held.find(stop)) >= 0]
+        if self.stopped or found:
+            text, self._held = self._held[: min(found, default=0)] if not self.stopped else "", ""
+            self.stopped = True
+            return text
+        end = len(self._held) - held
+        text, self._held = self._held[:end], self._held[end:]
+        return text
+
+    def _beginning_of_stop(self) -> int:
+        """Length of the longest end of the held text with which a stop string begins."""
+        lengths = range(1, max(map(len, self._stop_strings), default=0))
+        return max((n for n in lengths if any(s.startswith(self._held[-n:]) for s in self._stop_strings)), default=0)
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:

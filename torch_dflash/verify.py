@@ -1,6 +1,7 @@
 """The target's side of a step: one causal pass over tokens at known positions, K/V into pages.
 
-Letters: R rows, T tokens, K number of drafts, M pages per row, F tapped layers, D target hidden size, V vocabulary.
+Letters: R rows, T tokens, K number of drafts, M pages per row, F tapped layers, D target hidden size, V vocabulary, N
+positions of a row.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import TargetConfig
 from torch_dflash.models.target import Target
-from torch_dflash.sampling import greedy
+from torch_dflash.sampling import RowOptions, choose
 from torch_dflash.state import DecodeState
 
 
@@ -28,6 +29,16 @@ class TargetFunctions:
     forward: Callable[..., Any]
     embed: Callable[..., Array]
     logits: Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target says about a block: its own token behind each of the K + 1, that token's log-probability (see
+    `choose`), and the features."""
+
+    target_ids: Array  # int32[R,K+1]
+    logprobs: Array  # f32[R,K+1]
+    features: Array  # [R,K+1,F*D]
 
 
 def lower_target(module: Target, config: TargetConfig) -> TargetFunctions:
@@ -59,16 +70,29 @@ def run_target(
 
 @jax.named_scope("verify")
 def verify(
-    target: TargetFunctions, params: Params, taps: tuple[int, ...], state: DecodeState, tables: Array, draft_ids: Array
-) -> tuple[DecodeState, Array, Array]:
-    """One pass over [anchor, drafts] at positions committed_len..; finished rows write nothing.
+    target: TargetFunctions,
+    params: Params,
+    taps: tuple[int, ...],
+    state: DecodeState,
+    tables: Array,
+    draft_ids: Array,
+    num_new: Array,
+    options: RowOptions,
+) -> tuple[DecodeState, Verified]:
+    """One pass over [anchor, drafts] at positions committed_len.., of which the first num_new[r] are processed.
 
-    draft_ids int32[R,K]. Returns the state with the block's K/V in the pages, target_ids int32[R,K+1] (the target's
-    own token behind each of the block's) and features [R,K+1,F*D].
+    draft_ids int32[R,K]. Returns the state with the block's K/V in the pages, and what the target says.
     """
     block_ids = jnp.concatenate([state.anchor[:, None], draft_ids], axis=1)
-    num_new = jnp.where(state.budget > 0, block_ids.shape[1], 0)
-    hidden, features, pool = run_target(
-        target, params, block_ids, taps, state.pool, tables, state.committed_len, num_new
-    )
-    return replace(state, pool=pool), greedy(target.logits(params, hidden)), features
+    start = state.committed_len
+    hidden, features, pool = run_target(target, params, block_ids, taps, state.pool, tables, start, num_new)
+    ids = write_ids(state.history, block_ids, start, num_new)
+    target_ids, logprobs = choose(target.logits(params, hidden), ids, start, options)
+    return replace(state, pool=pool), Verified(target_ids, logprobs, features)
+
+
+def write_ids(history: Array, ids: Array, start: Array, num_new: Array) -> Array:
+    """history int32[R,N] with the first num_new[r] of ids int32[R,T] at positions start.. [R]."""
+    rows, width = ids.shape
+    at = jnp.where(jnp.arange(width) < num_new[:, None], block_positions(start, width), history.shape[1])
+    return history.at[jnp.arange(rows)[:, None], at].set(ids, mode="drop")

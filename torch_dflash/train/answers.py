@@ -12,12 +12,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from bridge.positions import pages_for
-from torch_dflash.engine import PAGE_SIZE, Engine, Request, positions_needed
+from torch_dflash.engine import Engine
 from torch_dflash.errors import InputError
+from torch_dflash.pace import Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Plain
-from torch_dflash.state import Capacity
+from torch_dflash.requests import Request
+from torch_dflash.service import engine_for
 from torch_dflash.tokenizer import as_chat, encode_prompt, eos_ids
 from torch_dflash.train.records import Answer, append_answers, mend, read_answers
 
@@ -86,10 +87,7 @@ def _finished(pair: Pair, wanted: dict[int, tuple[int, ...]], plan: AnswerPlan) 
 
 
 def _engine(pair: Pair, requests: list[Request], rows: int) -> Engine:
-    proposer = Plain()
-    longest = max(positions_needed(request, proposer) for request in requests)
-    capacity = Capacity(rows, pages_for(longest, PAGE_SIZE), PAGE_SIZE)
-    engine = Engine(pair, proposer, capacity, STEPS_PER_DISPATCH)
+    engine = engine_for(pair, Steady(Plain()), requests, rows, STEPS_PER_DISPATCH)
     for request in requests:
         engine.submit(request)
     engine.warm_up()

@@ -1,0 +1,94 @@
+"""How many drafts are worth their cost: decided before every dispatch, from what the dispatches before it measured.
+
+Verifying a block costs little while the device has room to spare, and the drafts are right often enough or not. Both
+depend on the number of active rows, the texts and the machine, so nothing is assumed: each proposer's seconds per step
+are measured at each number of rows, and the accept counts of full drafting say what fewer drafts would have kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch_dflash.propose import Proposer
+
+PROBE_EVERY = 16  # dispatches between two looks at a proposer that is not the best
+PROBE_STEPS = 2
+NEWEST = 0.2  # weight of the newest dispatch in a mean
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One dispatch: `rows` in the batch (padding included), steps, seconds, and the accept count of each active row in
+    each step."""
+
+    rows: int
+    proposer: Proposer
+    steps: int
+    seconds: float
+    accepted: Sequence[int]
+
+
+class Pace(Protocol):
+    """Chooses the proposer of a dispatch. All of its proposers share one draft state."""
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        """The first uses the most drafts."""
+
+    def choose(self, rows: int, max_steps: int) -> tuple[Proposer, int]:
+        """Proposer and number of steps of the next dispatch of `rows` rows."""
+
+    def observe(self, measured: Measured) -> None:
+        """What that dispatch came to."""
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Always the same proposer."""
+
+    proposer: Proposer
+
+    @property
+    def proposers(self) -> tuple[Proposer, ...]:
+        return (self.proposer,)
+
+    def choose(self, rows: int, max_steps: int) -> tuple[Proposer, int]:
+        return self.proposer, max_steps
+
+    def observe(self, measured: Measured) -> None:
+        pass
+
+
+@dataclass
+class Adaptive:
+    """The proposer that gives most tokens per second. The others get a short dispatch now and then, since texts
+    change."""
+
+    proposers: tuple[Proposer, ...]
+    seconds: dict[tuple[int, Proposer], float] = field(default_factory=dict)  # (rows, proposer) -> of one step
+    kept: dict[Proposer, float] = field(default_factory=dict)  # tokens that a row keeps of one step
+    waited: dict[tuple[int, Proposer], int] = field(default_factory=dict)  # dispatches since its last one
+
+    def choose(self, rows: int, max_steps: int) -> tuple[Proposer, int]:
+        unknown = [p for p in self.proposers if (rows, p) not in self.seconds]
+        if unknown:
+            return unknown[0], min(PROBE_STEPS, max_steps)
+        best = max(self.proposers, key=lambda p: self.kept[p] / self.seconds[rows, p])
+        stale = [p for p in self.proposers if p != best and self.waited[rows, p] >= PROBE_EVERY]
+        return (stale[0], min(PROBE_STEPS, max_steps)) if stale else (best, max_steps)
+
+    def observe(self, measured: Measured) -> None:
+        rows, used = measured.rows, measured.proposer
+        for proposer in self.proposers:
+            self.waited[rows, proposer] = self.waited.get((rows, proposer), 0) + 1
+            if measured.accepted and proposer.num_drafts <= used.num_drafts:
+                kept = [min(a, proposer.num_drafts) + 1 for a in measured.accepted]
+                self.kept[proposer] = _mean(self.kept.get(proposer), sum(kept) / len(kept))
+        self.waited[rows, used] = 0
+        if measured.steps:
+            known = self.seconds.get((rows, used))
+            self.seconds[rows, used] = _mean(known, measured.seconds / measured.steps)
+
+
+def _mean(known: float | None, new: float) -> float:
+    return new if known is None else (1 - NEWEST) * known + NEWEST * new
