@@ -52,6 +52,7 @@ def test_json_is_one_document_with_the_settings_in_use(
         "block_size": 16,
         "num_drafts": 5,
         "steps_per_dispatch": 4,
+        "temperature": 0.0,
         "seed": 7,
     }
     assert document["compare"]["equal"] and document["compare"]["plain"]["steps"] == 39
@@ -61,6 +62,85 @@ def test_block_size_and_dtype_reach_the_pair(capsys: pytest.CaptureFixture) -> N
     assert main([*BYTES, "--json", "--block-size", "4", "--dtype", "bfloat16", PROMPT]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["settings"]["block_size"] == 4 and len(document["stats"]["accept_histogram"]) == 4
+
+
+SAMPLED = ["--temperature", "0.9", "--top-p", "0.95", "--top-k", "40", "--seed", "5"]
+
+
+def test_sampling_options_reach_the_sampler(capsys: pytest.CaptureFixture) -> None:
+    """The command's text is the API's under the same options, plain decoding gives the same, and it is not greedy."""
+    pair = torch_dflash.load_pair("bytes", "bytes")
+    sampling = torch_dflash.Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=5, repetition_penalty=1.1)
+    expected = torch_dflash.generate(pair, PROMPT, 40, sampling=sampling, stop=["return"])[0]
+    options = [*SAMPLED, "--repetition-penalty", "1.1", "--stop", "return", "--logprobs", "--json", "--compare"]
+    assert main([*BYTES, *options, PROMPT]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["token_ids"], document["text"]) == (expected.token_ids, expected.text)
+    assert document["compare"]["equal"] and len(document["logprobs"]) == len(expected.token_ids)
+    assert document["settings"]["seed"] == 5 and document["settings"]["top_k"] == 40
+    assert expected.token_ids != torch_dflash.generate(pair, PROMPT, 40)[0].token_ids
+
+
+def test_a_seed_that_was_drawn_is_told(capsys: pytest.CaptureFixture) -> None:
+    assert main([*BYTES, "--temperature", "1", PROMPT]) == 0
+    first = capsys.readouterr()
+    seed = re.search(r"seed (\d+)", first.err).group(1)
+    assert main([*BYTES, "--temperature", "1", "--seed", seed, PROMPT]) == 0
+    assert capsys.readouterr().out == first.out
+
+
+def write_prompts(folder: Path, *texts: str) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in texts))
+    return str(path)
+
+
+def test_batch_answers_every_prompt_as_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    texts = [PROMPT, "import os", "class Stack:\n", PROMPT]
+    out = tmp_path / "answers.jsonl"
+    options = ["--target", "bytes", "--max-new-tokens", "24", "--rows", "2", "--pages", "4", "--num-drafts", "auto"]
+    assert main(["batch", write_prompts(tmp_path, *texts), "--out", str(out), *options]) == 0
+    answers = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda a: a["index"])
+    alone = torch_dflash.generate(torch_dflash.load_pair("bytes", "bytes"), texts, 24, method="plain")
+    assert [a["token_ids"] for a in answers] == [result.token_ids for result in alone]
+    assert [a["text"] for a in answers] == [result.text for result in alone]
+    assert "4 answers, 96 tokens" in capsys.readouterr().err
+
+
+def test_batch_draws_other_texts_for_equal_prompts(tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    options = ["--target", "bytes", "--max-new-tokens", "24", "--rows", "2", "--temperature", "1", "--seed", "3"]
+    assert main(["batch", write_prompts(tmp_path, PROMPT, PROMPT), "--out", str(out), *options]) == 0
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {a["seed"] for a in answers} == {3, 4} and answers[0]["text"] != answers[1]["text"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--rows", "0"], "--rows is 0"),
+        (["--pages", "1"], "num_pages is 1"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--num-drafts", "some"], "--num-drafts is 'some'"),
+        (["--top-p", "0.5"], "--top-p 0.5"),
+        (["--max-new-tokens", "0"], "nothing to answer"),
+        (["--max-new-tokens", "-1"], "line 1: max_new_tokens is -1"),
+        (["--stop", ""], "stop is ['']"),
+    ],
+)
+def test_bad_input_of_batch(arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "answers.jsonl"
+    command = ["batch", write_prompts(tmp_path, PROMPT), "--out", str(out), "--target", "bytes", *arguments]
+    assert main(command) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("torch-dflash: ")]
+    assert len(lines) == 1 and named in lines[0] and not out.exists()
+
+
+def test_batch_does_not_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "answers.jsonl").write_text("precious")
+    command = ["batch", write_prompts(tmp_path, PROMPT), "--out", str(tmp_path / "answers.jsonl"), "--target", "bytes"]
+    assert main(command) == 2 and "is there already" in capsys.readouterr().err
+    assert (tmp_path / "answers.jsonl").read_text() == "precious"
 
 
 def test_trace_file_has_a_line_for_each_round(
@@ -118,6 +198,13 @@ def test_help_and_bad_arguments_do_not_wait_for_jax() -> None:
         (["--dtype", "float8", PROMPT], "--dtype"),
         (["--method", "eagle", PROMPT], "--method"),
         (["--unknown", PROMPT], "--unknown"),
+        (["--temperature", "-1", PROMPT], "temperature is -1"),
+        (["--temperature", "nan", PROMPT], "temperature is nan"),
+        (["--top-k", "5", PROMPT], "--top-k 5"),
+        (["--temperature", "1", "--top-p", "0", PROMPT], "top_p is 0"),
+        (["--temperature", "1", "--min-p", "1.5", PROMPT], "min_p is 1.5"),
+        (["--seed", "-3", PROMPT], "seed is -3"),
+        (["--stop-token-id", "999", PROMPT], "stop_token_ids is 999"),
         ([""], "prompt is empty"),
         (["--file", "/nowhere/prompt.txt"], "/nowhere/prompt.txt"),
         (["--file", "/nowhere/prompt.txt", PROMPT], "PROMPT and --file"),

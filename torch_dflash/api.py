@@ -218,7 +218,7 @@ def _result(pair: Pair, run: Run, pace: Pace, compile_time: float, trace: bool) 
     assert run.finish_reason is not None
     return Result(
         token_ids=ids,
-        text=_text(pair, run),
+        text=text_of(pair, run),
         finish_reason=run.finish_reason,
         stats=stats,
         trace=run.trace if trace else None,
@@ -227,7 +227,8 @@ def _result(pair: Pair, run: Run, pace: Pace, compile_time: float, trace: bool) 
     )
 
 
-def _text(pair: Pair, run: Run) -> str | None:
+def text_of(pair: Pair, run: Run) -> str | None:
+    """The text of a run, up to a stop string; None for a target without a tokenizer."""
     if pair.tokenizer is None:
         return None
     pieces = TextPieces(pair.tokenizer, run.request.stop_strings)

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import NoReturn
 
-from torch_dflash import generate_command
+from torch_dflash import batch_command, generate_command
 from torch_dflash.errors import InputError
 
 BAD_INPUT = 2
@@ -46,6 +46,14 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             help="write text",
             description="Write text with a target and its drafter. The text goes to stdout as it is accepted, "
             "everything else to stderr.",
+        )
+    )
+    batch_command.add_arguments(
+        commands.add_parser(
+            "batch",
+            help="answer a file of prompts",
+            description="Answer a file of prompts, many at a time. As soon as one is answered, the next takes its "
+            "place.",
         )
     )
     training = commands.add_parser(

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from torch_dflash.errors import InputError
+from torch_dflash.model_arguments import add_model_arguments, draft_name, load, num_drafts_of, use_compilation_cache
+from torch_dflash.sampling_arguments import NUMBERS, add_sampling_arguments, sampling_of
 
 # jax, torch and transformers take seconds to import: `--help` and bad arguments must not wait for them.
 if TYPE_CHECKING:
     from torch_dflash.api import Result
+    from torch_dflash.options import Sampling
     from torch_dflash.pair import Pair
     from torch_dflash.tokenizer import Prompt
 
-SHIPPED = ("default", "bytes")
 DRAFTED, OWN, RESET = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
 
 
@@ -27,40 +29,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("prompt", nargs="?", metavar="PROMPT", help="the prompt; without it or with -, stdin is read")
     add("--file", type=Path, metavar="FILE", help="read the prompt from FILE instead")
-    add("--target", default="default", help="folder, Hugging Face hub id, default (SmolLM2-135M-Instruct) or bytes")
-    add("--draft", default=None, help="drafter: folder, hub id, default or bytes; none decodes plainly")
-    add("--max-new-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
-    add("--block-size", type=int, metavar="B", help="block of the drafter, anchor included, if smaller than trained")
-    add("--num-drafts", type=int, metavar="K", help="use K of the block's B-1 drafts in each step")
-    add("--method", choices=("dflash", "plain"), help="plain: the target alone, the baseline")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
-    add("--steps-per-dispatch", type=int, default=4, metavar="N", help="steps on the device between two reads (4)")
-    add("--seed", type=int, default=0, help="recorded in --json; greedy decoding draws nothing")
-    add("--no-chat", action="store_true", help="do not apply the chat template of a chat model")
     add("--trace", type=Path, metavar="FILE", help="write each round to FILE as a JSON line")
     add("--json", action="store_true", help="print one JSON document instead of text")
     add("--compare", action="store_true", help="also decode plainly: speed-up and whether the outputs are equal")
     add("--color", action="store_true", help="green: accepted drafts; yellow: the target's own tokens")
+    add_model_arguments(parser)
+    add_sampling_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, write, report. Returns the exit code: 1 when --compare finds different outputs in float32."""
     _check_together(arguments)
+    sampling = sampling_of(arguments)
     text = _read_prompt(arguments)
     with _open_trace(arguments.trace) as trace_file:
-        _use_compilation_cache()
-        pair = _load(arguments)
+        use_compilation_cache()
+        pair = load(arguments)
         prompt = _chat(pair, text, arguments.no_chat)
-        result = _write(pair, prompt, arguments)
+        options = _options(arguments, sampling)
+        result = _write(pair, prompt, options, arguments)
         if trace_file is not None:
             trace_file.writelines(json.dumps(dict(entry)) + "\n" for entry in result.trace or ())
-    plain = _run_plain(pair, prompt, arguments) if arguments.compare else None
+    plain = _run_plain(pair, prompt, options) if arguments.compare else None
     _report(pair, result, plain, arguments)
     return int(plain is not None and arguments.dtype == "float32" and plain.token_ids != result.token_ids)
 
 
 def _check_together(arguments: argparse.Namespace) -> None:
-    """Refuse options that would do nothing beside others."""
+    """Refuse options that would do nothing beside others, before anything is loaded."""
+    num_drafts_of(arguments)
     plain = arguments.method == "plain" or arguments.draft == "none"
     for name, given in (("--compare", arguments.compare), ("--block-size", arguments.block_size is not None)):
         if plain and given:
@@ -97,33 +94,6 @@ def _open_trace(path: Path | None) -> AbstractContextManager[IO[str] | None]:
         raise InputError(f"--trace {path} cannot be written: {error.strerror}") from None
 
 
-def _use_compilation_cache() -> None:
-    """Compiled programs are kept in the user's cache, so that only the first run waits for the compiler."""
-    import jax
-
-    from torch_dflash.default_model import cache_root
-
-    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "torch-dflash" / "compiled"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _load(arguments: argparse.Namespace) -> "Pair":
-    from torch_dflash.pair import load_pair
-
-    return load_pair(arguments.target, _draft_name(arguments), arguments.dtype, block_size=arguments.block_size)
-
-
-def _draft_name(arguments: argparse.Namespace) -> str | None:
-    """The drafter to load: the one that belongs to a shipped target, or what --draft says. None loads none."""
-    if arguments.method == "plain" or arguments.draft == "none":
-        return None
-    if arguments.draft is None and arguments.target in SHIPPED:
-        return arguments.target
-    if arguments.draft is None:
-        raise InputError("--draft is missing: name the drafter of this target, or none to decode plainly")
-    return arguments.draft
-
-
 def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":
     """An empty text stays one, so that it is refused."""
     from torch_dflash.tokenizer import as_chat
@@ -131,20 +101,25 @@ def _chat(pair: "Pair", text: str, no_chat: bool) -> "Prompt":
     return text if no_chat or not text else as_chat(text, pair.tokenizer)
 
 
-def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _options(arguments: argparse.Namespace, sampling: "Sampling") -> dict[str, Any]:
+    """What holds for the run and for the plain one beside it."""
     return {
         "max_new_tokens": arguments.max_new_tokens,
         "steps_per_dispatch": arguments.steps_per_dispatch,
+        "sampling": sampling.seeded(),  # one seed for both
+        "stop": arguments.stop,
+        "stop_token_ids": arguments.stop_token_id,
+        "ignore_eos": arguments.ignore_eos,
     }
 
 
-def _write(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
+def _write(pair: "Pair", prompt: "Prompt", options: dict[str, Any], arguments: argparse.Namespace) -> "Result":
     """Decode; unless JSON is asked for, print each token as soon as it is accepted."""
     from torch_dflash.api import follow
     from torch_dflash.tokenizer import TextPieces
 
-    moves = follow(pair, prompt, num_drafts=arguments.num_drafts, method=arguments.method, **_options(arguments))
-    pieces = None if arguments.json or pair.tokenizer is None else TextPieces(pair.tokenizer)
+    moves = follow(pair, prompt, num_drafts=num_drafts_of(arguments), method=arguments.method, **options)
+    pieces = None if arguments.json or pair.tokenizer is None else TextPieces(pair.tokenizer, arguments.stop)
     for move in moves:
         if pieces is not None:
             for drafted, group in groupby(zip(move.token_ids, move.drafted, strict=True), key=itemgetter(1)):
@@ -162,10 +137,10 @@ def _print_piece(piece: str, color: str) -> None:
     sys.stdout.write(f"{color}{piece}{RESET}" if color and piece else piece)
 
 
-def _run_plain(pair: "Pair", prompt: "Prompt", arguments: argparse.Namespace) -> "Result":
+def _run_plain(pair: "Pair", prompt: "Prompt", options: dict[str, Any]) -> "Result":
     from torch_dflash.api import generate
 
-    return generate(pair, [prompt], method="plain", **_options(arguments))[0]
+    return generate(pair, [prompt], method="plain", **options)[0]
 
 
 def _report(pair: "Pair", result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> None:
@@ -186,7 +161,8 @@ def _line(result: "Result") -> str:
     s = result.stats
     speed = f"{s.new_tokens} tokens, {s.tokens_per_second:.1f} tokens/s"
     tau = f", tau {s.tau:.2f} ({s.steps} steps)" if len(s.accept_histogram) > 1 else ""
-    return f"{speed}{tau}, TTFT {s.ttft:.2f} s, TPOT {s.tpot * 1e3:.1f} ms, ended by {result.finish_reason}"
+    seed = "" if result.seed is None else f", seed {result.seed}"
+    return f"{speed}{tau}, TTFT {s.ttft:.2f} s, TPOT {s.tpot * 1e3:.1f} ms, ended by {result.finish_reason}{seed}"
 
 
 def _comparison(result: "Result", plain: "Result") -> dict[str, Any]:
@@ -212,28 +188,33 @@ def _comparison_line(result: "Result", plain: "Result", dtype: str) -> str:
 
 
 def _document(pair: "Pair", result: "Result", plain: "Result | None", arguments: argparse.Namespace) -> dict[str, Any]:
-    document = {
+    document: dict[str, Any] = {
         "text": result.text,
         "token_ids": result.token_ids,
         "finish_reason": result.finish_reason,
         "stats": dict(result.stats),
-        "settings": _settings(pair, arguments),
+        "settings": _settings(pair, result, arguments),
     }
+    if result.logprobs is not None:
+        document["logprobs"] = result.logprobs
     if plain is not None:
         document["compare"] = {**_comparison(result, plain), "plain": dict(plain.stats)}
     return document
 
 
-def _settings(pair: "Pair", arguments: argparse.Namespace) -> dict[str, Any]:
+def _settings(pair: "Pair", result: "Result", arguments: argparse.Namespace) -> dict[str, Any]:
     """What the run really used, defaults resolved."""
-    num_drafts = pair.proposer(arguments.method, arguments.num_drafts).num_drafts
+    num_drafts = len(result.stats.accept_histogram) - 1
+    chosen = {name: getattr(arguments, name) for name, *_ in NUMBERS if getattr(arguments, name) is not None}
     return {
         "target": arguments.target,
-        "draft": _draft_name(arguments),
+        "draft": draft_name(arguments),
         "dtype": arguments.dtype,
         "method": "dflash" if num_drafts else "plain",
         "block_size": pair.drafter.config.block_size if pair.drafter is not None and num_drafts else None,
-        "num_drafts": num_drafts,
+        "num_drafts": "auto" if arguments.num_drafts == "auto" else num_drafts,
         "steps_per_dispatch": arguments.steps_per_dispatch,
-        "seed": arguments.seed,
+        "temperature": 0.0,
+        **chosen,
+        **({} if result.seed is None else {"seed": result.seed}),
     }

@@ -1,0 +1,65 @@
+"""The arguments of the commands that say which models run, and how."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from torch_dflash.errors import InputError
+
+# jax, torch and transformers take seconds to import: `--help` and bad arguments must not wait for them.
+if TYPE_CHECKING:
+    from torch_dflash.pair import Pair
+
+SHIPPED = ("default", "bytes")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare which models run, and how: what all commands that write text share."""
+    add = parser.add_argument_group("models and how they run").add_argument
+    add("--target", default="default", help="folder, Hugging Face hub id, default (SmolLM2-135M-Instruct) or bytes")
+    add("--draft", default=None, help="drafter: folder, hub id, default or bytes; none decodes plainly")
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
+    add("--block-size", type=int, metavar="B", help="block of the drafter, anchor included, if smaller than trained")
+    add("--num-drafts", metavar="K", help="use K of the block's B-1 drafts in each step; auto: as many as pay")
+    add("--method", choices=("dflash", "plain"), help="plain: the target alone, the baseline")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
+    add("--steps-per-dispatch", type=int, default=4, metavar="N", help="steps on the device between two reads (4)")
+    add("--no-chat", action="store_true", help="do not apply the chat template of a chat model")
+
+
+def use_compilation_cache() -> None:
+    """Compiled programs are kept in the user's cache, so that only the first run waits for the compiler."""
+    import jax
+
+    from torch_dflash.default_model import cache_root
+
+    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "torch-dflash" / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def load(arguments: argparse.Namespace) -> "Pair":
+    """The pair that the arguments name."""
+    from torch_dflash.pair import load_pair
+
+    return load_pair(arguments.target, draft_name(arguments), arguments.dtype, block_size=arguments.block_size)
+
+
+def num_drafts_of(arguments: argparse.Namespace) -> int | str | None:
+    """--num-drafts as `generate` takes it. Raises InputError."""
+    given = arguments.num_drafts
+    if given in (None, "auto"):
+        return given
+    try:
+        return int(given)
+    except ValueError:
+        raise InputError(f"--num-drafts is {given!r}: use a number of drafts, or auto") from None
+
+
+def draft_name(arguments: argparse.Namespace) -> str | None:
+    """The drafter to load: the one that belongs to a shipped target, or what --draft says. None loads none."""
+    if arguments.method == "plain" or arguments.draft == "none":
+        return None
+    if arguments.draft is None and arguments.target in SHIPPED:
+        return arguments.target
+    if arguments.draft is None:
+        raise InputError("--draft is missing: name the drafter of this target, or none to decode plainly")
+    return arguments.draft
