@@ -19,10 +19,13 @@ from torch_dflash.models.target import Target
 
 log = logging.getLogger("torch_dflash")
 
-MIN_STRETCHES = 8
+STRETCH = 16  # positions
+MIN_STRETCHES = 10  # with fewer, not even a gain in each of them would be significant
 MAX_ANCHORS = 48  # of a text: neighbours share most of their blocks, so every second one tells nearly as much
-SURE = 4.0  # standard errors: some 40 mistakes are tried, over few stretches
+SIGNIFICANT = 0.002  # two-sided; some 25 mistakes are tried
+FLIPS = 8191
 LEAST_GAIN = 0.05  # tokens per step
+AS_GOOD = 0.9
 NEAR_ONE = 1.2
 
 
@@ -30,8 +33,9 @@ NEAR_ONE = 1.2
 class Outcome:
     """A variant's figures over all anchors. tau: mean accepted + 1; acceptance[k]: share with draft k + 1 accepted.
 
-    gain: its tau minus the configuration's, over the same anchors; error: the gain's standard error, where the
-    anchors of a stretch of a block's length count as one observation, since their blocks overlap.
+    gain: its tau minus the configuration's, over the same anchors. error: the gain's standard error; p_value: of the
+    sign-flip test, two-sided. For both, the anchors in a stretch of the text are one observation, since their blocks
+    overlap.
     """
 
     variant: Variant
@@ -39,12 +43,12 @@ class Outcome:
     acceptance: tuple[float, ...]
     gain: float
     error: float
+    p_value: float
 
     @property
-    def finding(self) -> Literal["better", "worse", "same"]:
-        """Beyond noise, or not."""
-        if abs(self.gain) <= max(SURE * self.error, LEAST_GAIN):
-            return "same"
+    def finding(self) -> Literal["better", "worse", "within noise"]:
+        if abs(self.gain) <= LEAST_GAIN or self.p_value > SIGNIFICANT:
+            return "within noise"
         return "better" if self.gain > 0 else "worse"
 
 
@@ -79,11 +83,10 @@ def measure(
     """Every variant over every anchor of the texts. Raises InputError if these are too few for a verdict."""
     every = [anchors_of(text, config.block_size) for text in texts]
     anchors = [positions[:: -(-len(positions) // MAX_ANCHORS) or 1] for positions in every]
-    stretch = torch.cat(_stretches(anchors, config.block_size))
-    if len(stretch.unique()) < MIN_STRETCHES:
-        wanted = f"{MIN_STRETCHES} stretches of block_size {config.block_size} are needed"
-        remedy = "raise --max-new-tokens, or give --prompts with longer answers"
-        raise InputError(f"the target's answers have {len(stretch)} anchors, and {wanted}; {remedy}")
+    stretch = torch.cat(_stretches(anchors))
+    if (count := len(stretch.unique())) < MIN_STRETCHES:
+        found = f"the target's answers have anchors in {count} stretches of {STRETCH} tokens, a verdict needs"
+        raise InputError(f"{found} {MIN_STRETCHES}; raise --max-new-tokens or give --prompts with longer answers")
     variants = [configured(config), *mistakes]
     layers = {layer for variant in variants for layer in variant.config.target_layer_ids}
     tapped = [tap(target, text, layers) for text in texts]
@@ -102,11 +105,11 @@ def measure(
     return Run(len(texts), tokens, len(stretch), decoding_tau, outcomes[0], tuple(outcomes[1:]))
 
 
-def _stretches(anchors: Sequence[Tensor], length: int) -> list[Tensor]:
-    """For every anchor the number of its stretch of `length` positions."""
+def _stretches(anchors: Sequence[Tensor]) -> list[Tensor]:
+    """For every anchor the number of its stretch, over all texts."""
     numbers, start = [], 0
     for positions in anchors:
-        within = (positions - positions[:1]) // length
+        within = (positions - positions[:1]) // STRETCH
         numbers.append(start + within)
         start += int(within[-1]) + 1 if len(within) else 0
     return numbers
@@ -115,14 +118,22 @@ def _stretches(anchors: Sequence[Tensor], length: int) -> list[Tensor]:
 def compare(variant: Variant, accepted: Tensor, own: Tensor, stretch: Tensor) -> Outcome:
     """Figures of a variant that accepted int64 [A] drafts where the configuration accepted `own` [A]; `stretch` [A]."""
     difference = (accepted - own).double()
-    gain = difference.mean()
-    sums = torch.zeros(int(stretch.max()) + 1, dtype=torch.float64).index_add(0, stretch, difference - gain)
-    count = len(sums)
-    error = (sums.square().sum() * count / (count - 1)).sqrt() / len(own)
+    gain = difference.mean().item()
+    zeros = torch.zeros(int(stretch.max()) + 1, dtype=torch.float64)
+    sums, sizes = (zeros.index_add(0, stretch, values) for values in (difference, torch.ones_like(difference)))
+    spread = (sums - gain * sizes).square().sum() * len(sums) / (len(sums) - 1)
     drafts = torch.arange(1, variant.config.block_size)
     acceptance = (accepted[:, None] >= drafts).double().mean(0)
     tau = accepted.double().mean().item() + 1
-    return Outcome(variant, tau, tuple(acceptance.tolist()), gain.item(), error.item())
+    error = spread.sqrt().item() / len(own)
+    return Outcome(variant, tau, tuple(acceptance.tolist()), gain, error, sign_flip_p_value(sums))
+
+
+def sign_flip_p_value(sums: Tensor) -> float:
+    """Two-sided p-value of paired differences float64 [G]: how often random signs bring their total as far from 0."""
+    signs = torch.randint(0, 2, (FLIPS, len(sums)), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    as_far = (signs.double() @ sums).abs() >= sums.sum().abs() - 1e-9
+    return (1 + int(as_far.sum())) / (1 + FLIPS)
 
 
 def _decoding_tau(accepted: Sequence[Tensor]) -> float:
@@ -156,8 +167,8 @@ def verdict(checks: Sequence[Check], run: Run | None) -> Verdict:
         return Verdict("broken", "; ".join(broken))
     better = [outcome for outcome in run.mistakes if outcome.finding == "better"]
     if better:
-        highest = max(outcome.tau for outcome in better)
-        best = next(outcome for outcome in better if outcome.tau >= highest - LEAST_GAIN)
+        highest = max(outcome.gain for outcome in better)
+        best = next(outcome for outcome in better if outcome.gain >= AS_GOOD * highest)  # likely ones stand first
         what = f"{best.variant.field} {best.variant.name} gives tau {best.tau:.2f} instead of {run.own.tau:.2f}"
         return Verdict("suspicious", f"{what}; {best.variant.remedy}")
     if run.own.tau < NEAR_ONE:

@@ -57,7 +57,7 @@ def document(report: Report) -> dict[str, Any]:
 
 def _figures(outcome: Outcome) -> dict[str, Any]:
     variant = {"field": outcome.variant.field, "name": outcome.variant.name, "remedy": outcome.variant.remedy}
-    figures = {name: getattr(outcome, name) for name in ("tau", "gain", "error", "finding", "acceptance")}
+    figures = {name: getattr(outcome, name) for name in ("tau", "gain", "error", "p_value", "finding", "acceptance")}
     return variant | figures
 
 
@@ -141,7 +141,7 @@ def _run_lines(run: Run, dtype: str) -> list[str]:
     shares = " ".join(f"{share * 100:.0f}" for share in run.own.acceptance)
     return [
         f"{run.texts} texts, {run.tokens} tokens of the target's own, {dtype}",
-        f"tau {run.own.tau:.2f} over {run.anchors} anchors, evenly spread; {run.decoding_tau:.2f} over those of decoding",
+        f"tau {run.own.tau:.2f} over {run.anchors} anchors, evenly spread; {run.decoding_tau:.2f} as decoding goes",
         f"accepted at draft 1..{len(run.own.acceptance)}: {shares} %",
     ]
 
@@ -150,6 +150,6 @@ def _outcome_line(outcome: Outcome) -> str:
     name = outcome.variant.name
     name = name if len(name) < _NAME else f"{name[: _NAME - 4]}..."
     figures = f"{outcome.tau:6.2f}{outcome.gain:+9.2f}{f'({outcome.error:.2f})':>9s}"
-    finding = {"better": "BETTER", "worse": "worse", "same": "no difference"}[outcome.finding]
+    finding = "BETTER" if outcome.finding == "better" else outcome.finding
     start = f"{outcome.variant.field:{_LABEL}s}{name:{_NAME}s}"
     return f"{start}{figures}  {finding}" if outcome.variant.remedy else f"{start}{outcome.tau:6.2f}"

@@ -12,7 +12,7 @@ from torch_dflash.config_reader import default_target_layer_ids
 
 COMMON_THETAS = (1e4, 1e6)
 COMMON_BLOCK_SIZES = (8, 16)
-MAX_SPECIAL_IDS = 6
+MAX_SPECIAL_IDS = 3
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,16 @@ def configured(config: DrafterConfig) -> Variant:
 
 
 def plausible_mistakes(
-    target: TargetConfig, drafter: DrafterConfig, tokenizer: Any, idle_window: int | None
+    target: TargetConfig, drafter: DrafterConfig, tokenizer: Any, stated_window: int | None
 ) -> tuple[Variant, ...]:
-    """Every mistake that can be made with this pair. `idle_window`: a sliding_window in config.json that is not in
-    use."""
+    """Every mistake that can be made with this pair; of each kind the likely ones first.
+
+    `stated_window`: the sliding_window that the drafter's config.json states, in use or not.
+    """
     found = [
         *_taps(drafter),
         *_ropes(target, drafter),
-        *_layers(drafter, idle_window),
+        *_layers(drafter, stated_window),
         *_mask_ids(drafter, tokenizer),
         *_block_sizes(drafter),
         *_inputs(drafter),
@@ -106,7 +108,7 @@ def _ropes(target: TargetConfig, drafter: DrafterConfig) -> Iterator[Variant]:
         )
     for theta in _unique((own.theta * 100, own.theta / 100, *COMMON_THETAS), without={own.theta}):
         rope = replace(own, theta=theta)
-        if rope != target.rope:
+        if rope != target.rope and theta > 1:
             yield _rope(drafter, rope, describe_rope(rope), _set("rope_theta", f"{theta:g}"))
 
 
@@ -120,7 +122,7 @@ def describe_rope(rope: Rope) -> str:
     return f"theta {rope.theta:g}" + ("" if kind == "default" else f", {kind} scaling")
 
 
-def _layers(drafter: DrafterConfig, idle_window: int | None) -> Iterator[Variant]:
+def _layers(drafter: DrafterConfig, stated_window: int | None) -> Iterator[Variant]:
     def changed(name: str, remedy: str, **changes: Any) -> Variant:
         layers = tuple(replace(layer, **changes) for layer in drafter.layers)
         return Variant("attention", name, replace(drafter, layers=layers), remedy)
@@ -132,10 +134,10 @@ def _layers(drafter: DrafterConfig, idle_window: int | None) -> Iterator[Variant
         by_kind = tuple(DraftLayer(layer.window is not None, layer.window) for layer in drafter.layers)
         remedy = "remove is_causal and dflash_config.causal from the drafter's config.json: layer_types decide"
         yield Variant("attention", "windowed layers causal", replace(drafter, layers=by_kind), remedy)
-    elif idle_window is not None:
+    elif stated_window is not None:
         remedy = _set("use_sliding_window", 'true, and layer_types to "sliding_attention" where it holds,')
-        yield changed(f"window {idle_window} in all layers", remedy, window=idle_window)
-        yield changed(f"window {idle_window} in all layers, causal", remedy, window=idle_window, causal=True)
+        yield changed(f"window {stated_window} in all layers", remedy, window=stated_window)
+        yield changed(f"window {stated_window} in all layers, causal", remedy, window=stated_window, causal=True)
 
 
 def _mask_ids(drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
@@ -145,7 +147,6 @@ def _mask_ids(drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
         named = {getattr(tokenizer, f"{name}_token_id"): name for name in names}
         others = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         special = sorted(others, key=lambda i: abs(i - own))[:MAX_SPECIAL_IDS]
-    # Likely ones first: of equally good ids the first is named as the remedy.
     for token in _unique((*special, *reversed(named), 0, own - 1, own + 1), without={own, None}):
         if 0 <= token < drafter.vocab_size:
             name = " ".join(part for part in (str(token), named.get(token, ""), token_text(tokenizer, token)) if part)
@@ -161,7 +162,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 def _block_sizes(drafter: DrafterConfig) -> Iterator[Variant]:
     own = drafter.block_size
-    for size in _unique((own // 2, own * 2, *COMMON_BLOCK_SIZES), without={own, 1}):
+    for size in _unique((*COMMON_BLOCK_SIZES, own // 2, own * 2), without={own, 1}):
         yield Variant("block_size", str(size), replace(drafter, block_size=size), _set("block_size", size))
 
 
