@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_dflash.config import DrafterConfig
 from torch_dflash.doctor.propose import accepted_drafts, drafter_of, tap
 from torch_dflash.doctor.texts import Text
-from torch_dflash.doctor.variants import NO_CONTEXT, Variant, configured
+from torch_dflash.doctor.variants import Variant, configured
 from torch_dflash.doctor.weights import Check
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
@@ -20,7 +20,7 @@ from torch_dflash.models.target import Target
 log = logging.getLogger("torch_dflash")
 
 STRETCH = 16  # positions
-MIN_STRETCHES = 10  # with fewer, not even a gain in each of them would be significant
+MIN_STRETCHES = 12  # with fewer, not even a gain in each of them would be significant
 MAX_ANCHORS = 48  # of a text: neighbours share most of their blocks, so every second one tells nearly as much
 SIGNIFICANT = 0.002  # two-sided; some 25 mistakes are tried
 FLIPS = 8191
@@ -152,9 +152,7 @@ def check_texts(config: DrafterConfig, texts: Sequence[Text]) -> list[Check]:
     longest, hints = max(len(text.token_ids) for text in texts), list[str]()
     windows = {layer.window for layer in config.layers if layer.window is not None}
     if windows and min(windows) >= longest:
-        hints.append(
-            f"window {min(windows)}: the texts have at most {longest} tokens, so the run says nothing about it"
-        )
+        hints.append(f"window {min(windows)}: the run says nothing about it, its texts have at most {longest} tokens")
     if any(config.mask_token_id in text.token_ids for text in texts):
         hints.append(f"mask id {config.mask_token_id} occurs in the texts; a mask id is a token of no text")
     return [Check("hint", hint) for hint in hints]
@@ -174,7 +172,7 @@ def verdict(checks: Sequence[Check], run: Run | None) -> Verdict:
     if run.own.tau < NEAR_ONE:
         hint = "no mistake tried explains it: an untrained drafter, or one for another target"
         return Verdict("suspicious", f"tau is {run.own.tau:.2f}, next to no draft is accepted; {hint}")
-    blind = [o for o in run.mistakes if o.variant.name == NO_CONTEXT and o.finding != "worse"]
+    blind = [o for o in run.mistakes if o.variant.inputs.hidden_context is None and o.finding != "worse"]
     if blind:
         reason = f"without any context tau is {blind[0].tau:.2f}, with it {run.own.tau:.2f}"
         return Verdict("suspicious", f"{reason}; the features are of no use: check target_layer_ids and fc")

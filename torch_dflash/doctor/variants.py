@@ -42,7 +42,6 @@ class Variant:
     inputs: Inputs = Inputs()
 
 
-NO_CONTEXT = "no context at all"
 _NOT_IN_CONFIG = "no field of config.json says so: the drafter was trained otherwise than DFlash v1, or is damaged"
 
 
@@ -101,15 +100,14 @@ def _ropes(target: TargetConfig, drafter: DrafterConfig) -> Iterator[Variant]:
         text = f"{describe_rope(target.rope)}, as the target"
         plain = target.rope == DefaultRope(target.rope.theta) and own == DefaultRope(own.theta)
         same = "copy the target's RoPE fields into the drafter's config.json"
-        yield _rope(drafter, target.rope, text, _set("rope_theta", f"{target.rope.theta:g}") if plain else same)
+        yield _rope(drafter, target.rope, text, _set("rope_theta", _number(target.rope.theta)) if plain else same)
     if own != DefaultRope(own.theta):
-        yield _rope(
-            drafter, DefaultRope(own.theta), "without scaling", "remove the scaling from the drafter's config.json"
-        )
+        remedy = "remove the RoPE scaling from the drafter's config.json"
+        yield _rope(drafter, DefaultRope(own.theta), "without scaling", remedy)
     for theta in _unique((own.theta * 100, own.theta / 100, *COMMON_THETAS), without={own.theta}):
         rope = replace(own, theta=theta)
         if rope != target.rope and theta > 1:
-            yield _rope(drafter, rope, describe_rope(rope), _set("rope_theta", f"{theta:g}"))
+            yield _rope(drafter, rope, describe_rope(rope), _set("rope_theta", _number(theta)))
 
 
 def _rope(drafter: DrafterConfig, rope: Rope, name: str, remedy: str) -> Variant:
@@ -119,7 +117,11 @@ def _rope(drafter: DrafterConfig, rope: Rope, name: str, remedy: str) -> Variant
 def describe_rope(rope: Rope) -> str:
     """A RoPE in a few words, its base always."""
     kind = type(rope).__name__.removesuffix("Rope").lower()
-    return f"theta {rope.theta:g}" + ("" if kind == "default" else f", {kind} scaling")
+    return f"theta {_number(rope.theta)}" + ("" if kind == "default" else f", {kind} scaling")
+
+
+def _number(value: float) -> str:
+    return str(int(value) if value.is_integer() else value)
 
 
 def _layers(drafter: DrafterConfig, stated_window: int | None) -> Iterator[Variant]:
@@ -135,9 +137,10 @@ def _layers(drafter: DrafterConfig, stated_window: int | None) -> Iterator[Varia
         remedy = "remove is_causal and dflash_config.causal from the drafter's config.json: layer_types decide"
         yield Variant("attention", "windowed layers causal", replace(drafter, layers=by_kind), remedy)
     elif stated_window is not None:
-        remedy = _set("use_sliding_window", 'true, and layer_types to "sliding_attention" where it holds,')
-        yield changed(f"window {stated_window} in all layers", remedy, window=stated_window)
-        yield changed(f"window {stated_window} in all layers, causal", remedy, window=stated_window, causal=True)
+        for causal, name in ((False, "bidirectional"), (True, "causal")):
+            remedy = f'{_set("use_sliding_window", "true")}, layer_types to "sliding_attention", is_causal to '
+            changes = {"window": stated_window, "causal": causal}
+            yield changed(f"window {stated_window} in all layers, {name}", remedy + str(causal).lower(), **changes)
 
 
 def _mask_ids(drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
@@ -172,7 +175,7 @@ def _inputs(drafter: DrafterConfig) -> Iterator[Variant]:
         ("positions", "block one position earlier", Inputs(block_offset=-1)),
         ("positions", "drafts read one place earlier", Inputs(first_read=0)),
         ("context", "one position short", Inputs(hidden_context=1)),
-        ("context", NO_CONTEXT, Inputs(hidden_context=None)),
+        ("context", "none at all", Inputs(hidden_context=None)),
         ("context", "hidden_norm skipped", Inputs(hidden_norm=False)),
     ):
         yield Variant(field, name, drafter, _NOT_IN_CONFIG, inputs)
