@@ -98,7 +98,7 @@ def write_prompts(folder: Path, *texts: str) -> str:
 def test_batch_answers_every_prompt_as_alone(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     texts = [PROMPT, "import os", "class Stack:\n", PROMPT]
     out = tmp_path / "answers.jsonl"
-    options = ["--target", "bytes", "--max-new-tokens", "24", "--rows", "2", "--pages", "4", "--num-drafts", "auto"]
+    options = ["--target", "bytes", "--max-new-tokens", "24", "--rows", "2", "--pages", "4"]
     assert main(["batch", write_prompts(tmp_path, *texts), "--out", str(out), *options]) == 0
     answers = sorted((json.loads(line) for line in out.read_text().splitlines()), key=lambda a: a["index"])
     alone = torch_dflash.generate(torch_dflash.load_pair("bytes", "bytes"), texts, 24, method="plain")

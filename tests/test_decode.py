@@ -71,7 +71,9 @@ def texts(tiny: Loaded) -> list[tuple[int, ...]]:
 
 
 def run(tiny: Loaded, drafter: Told, requests: list[Request]) -> list[Run]:
-    return run_engine(tiny.pair, drafter, requests, Capacity.whole(len(requests), 1, LENGTH), after_step=no_row_runs_on)
+    return run_engine(
+        tiny.pair, drafter, requests, Capacity.whole(len(requests), 1, LENGTH, finer_by=8), after_step=no_row_runs_on
+    )
 
 
 def no_row_runs_on(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from torch_dflash.invariants import check_invariants
 from torch_dflash.options import NOTHING, row_options
 from torch_dflash.pace import Steady
 from torch_dflash.requests import Request, Run
+from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity, Chunk, DecodeState
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
@@ -44,7 +45,7 @@ def compilations() -> Iterator[list[str]]:
 
 def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:
     pace = Steady(tiny.pair.proposer("dflash", None))
-    engine = Engine(tiny.pair, pace, Capacity.whole(4, pages_per_row, 16), steps)
+    engine = Engine(tiny.pair, pace, Capacity.whole(4, pages_per_row, 16, finer_by=4), steps, choose_greedily)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), 9, ()))
     return engine
@@ -125,9 +126,11 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
     tables, rows, one = engine.pages.table(), np.arange(4, dtype=np.int32), np.zeros(1, np.int32)
     options, first = row_options([NOTHING] * 4, 1, 1), row_options([NOTHING], 1, 1)
     state, prompts = engine.device.state, np.zeros((1, 32), np.int32)
-    decode = decode_program().lower(target, proposer, 2, params, state, rows, tables, options, np.int32(2))
+    decode = decode_program().lower(target, proposer, choose, 2, params, state, rows, tables, options, np.int32(2))
     chunk = Chunk(np.zeros((1, 16), np.int32), one, one)
-    prefill = prefill_program().lower(target, proposer, params, state, one, tables[:1], first, prompts, one, chunk)
+    prefill = prefill_program().lower(
+        target, proposer, choose, params, state, one, tables[:1], first, prompts, one, chunk
+    )
     for program in (decode.as_text(), prefill.as_text()):
         assert "stablehlo.dot_general" in program
         for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):

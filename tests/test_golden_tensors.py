@@ -20,6 +20,7 @@ from torch_dflash.models.target import Target
 from torch_dflash.pace import Steady
 from torch_dflash.pair import load_drafter, load_target
 from torch_dflash.requests import Request
+from torch_dflash.sampling import choose_greedily
 from torch_dflash.state import Capacity
 
 TOLERANCE = 2e-4
@@ -139,7 +140,7 @@ def test_draft_cache_of_the_running_engine() -> None:
     name = "qwen3-gqa"
     tensors, data = load_file(GOLDEN / name / "golden.safetensors"), golden_data(name)
     pair = golden_pair(name)
-    engine = Engine(pair, Steady(pair.proposer("dflash", None)), Capacity.whole(1, 1, 64), 1)
+    engine = Engine(pair, Steady(pair.proposer("dflash", None)), Capacity.whole(1, 1, 64), 1, choose_greedily)
     engine.submit(Request(0, tuple(data["prompts"][1]["prompt_ids"]), 48, ()))
     engine.step()  # prefill
     for k in range(2):

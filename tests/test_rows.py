@@ -43,7 +43,7 @@ def test_single_runs_equal_the_reference(tiny: Loaded, single: list[Answer]) -> 
 
 
 def test_a_batch_equals_single_runs(tiny: Loaded, single: list[Answer]) -> None:
-    batch = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64))
+    batch = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64, finer_by=8))
     assert answers(batch) == single
 
 
@@ -54,7 +54,9 @@ def test_a_reused_row_equals_a_fresh_one(tiny: Loaded, single: list[Answer]) -> 
 
 @pytest.mark.parametrize("max_steps", [1, 3, 8])
 def test_steps_per_dispatch_change_nothing(max_steps: int, tiny: Loaded, single: list[Answer]) -> None:
-    runs = run_engine(tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64), max_steps)
+    runs = run_engine(
+        tiny.pair, tiny.pair.proposer("dflash", None), REQUESTS, Capacity.whole(8, 1, 64, finer_by=8), max_steps
+    )
     assert answers(runs) == single
 
 

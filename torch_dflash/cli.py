@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from torch_dflash import batch_command, generate_command
+from torch_dflash.doctor import command as doctor_command
 from torch_dflash.errors import InputError
 
 BAD_INPUT = 2
@@ -54,6 +55,15 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             help="answer a file of prompts",
             description="Answer a file of prompts, many at a time. As soon as one is answered, the next takes its "
             "place.",
+        )
+    )
+    doctor_command.add_arguments(
+        commands.add_parser(
+            "doctor",
+            help="check a drafter's configuration",
+            description="Read a target and its drafter, print what was understood, check the weights, and measure in "
+            "one short run whether a plausible mistake (taps off by one, another RoPE base, a causal block ...) does "
+            "better than the configuration. Exit code 0: healthy; 1: suspicious or broken; 2: bad input.",
         )
     )
     training = commands.add_parser(

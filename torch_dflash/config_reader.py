@@ -75,6 +75,12 @@ def read_drafter_config(folder: Path) -> DrafterConfig:
     )
 
 
+def stated_window(folder: Path) -> int | None:
+    """The sliding_window that `folder`/config.json of a drafter states; whether it is in use, other fields say."""
+    fields = load_fields(folder / "config.json")
+    return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
+
+
 def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
     """Raises InputError, naming the drafter's field, unless the drafter fits a target of this shape."""
     other = "this drafter was made for another target, use the one for this target"

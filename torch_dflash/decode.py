@@ -16,7 +16,7 @@ from bridge.attention import make_pool
 from bridge.platform import compiler_options
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
-from torch_dflash.sampling import RowOptions, choose
+from torch_dflash.sampling import Choose, RowOptions
 from torch_dflash.state import Capacity, Chunk, DecodeState, Round, put_rows, take_rows
 from torch_dflash.verify import TargetFunctions, run_target, verify, write_ids
 
@@ -44,6 +44,7 @@ def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, 
 def prefill(
     target: TargetFunctions,
     proposer: Proposer,
+    choose: Choose,
     params: AllParams,
     state: DecodeState,
     rows: Array,
@@ -83,6 +84,7 @@ def prefill(
 def step(
     target: TargetFunctions,
     proposer: Proposer,
+    choose: Choose,
     params: AllParams,
     state: DecodeState,
     tables: Array,
@@ -92,7 +94,7 @@ def step(
     num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
     state = replace(state, draft=proposer.absorb(params, state, tables))
     draft_ids = proposer.draft(params, state, tables)
-    state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, options)
+    state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, choose, options)
     num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
     done = Round(state.committed_len, num_new > 0, draft_ids, said.target_ids, said.logprobs, num_accepted)
     return commit(proposer, state, done, bonus, said.features, options.stop_ids), done
@@ -130,6 +132,7 @@ def commit(
 def decode(
     target: TargetFunctions,
     proposer: Proposer,
+    choose: Choose,
     max_steps: int,
     params: AllParams,
     state: DecodeState,
@@ -159,7 +162,7 @@ def decode(
 
     def one(carry: tuple[DecodeState, Round, Array]) -> tuple[DecodeState, Round, Array]:
         state, rounds, count = carry
-        state, done = step(target, proposer, params, state, tables, options)
+        state, done = step(target, proposer, choose, params, state, tables, options)
         return state, jax.tree.map(lambda all_, new: all_.at[count].set(new), rounds, done), count + 1
 
     state, rounds, count = lax.while_loop(unfinished, one, (take_rows(state, rows), empty, jnp.int32(0)))
@@ -168,16 +171,16 @@ def decode(
 
 @functools.cache
 def prefill_program() -> Callable[..., tuple[DecodeState, Array, Array]]:
-    """`prefill` compiled: once for each target, proposer and set of shapes. The state is donated."""
-    return jax.jit(prefill, static_argnames=("target", "proposer"), donate_argnames="state")
+    """`prefill` compiled: once for each target, proposer, choice and set of shapes. The state is donated."""
+    return jax.jit(prefill, static_argnames=("target", "proposer", "choose"), donate_argnames="state")
 
 
 @functools.cache
 def decode_program() -> Callable[..., tuple[DecodeState, Round, Array]]:
-    """`decode` compiled: once for each target, proposer, max_steps and set of shapes. The state is donated."""
+    """`decode` compiled: once for each target, proposer, choice, max_steps and set of shapes. The state is donated."""
     return jax.jit(
         decode,
-        static_argnames=("target", "proposer", "max_steps"),
+        static_argnames=("target", "proposer", "choose", "max_steps"),
         donate_argnames="state",
         compiler_options=compiler_options(),
     )

@@ -15,7 +15,7 @@ from torch_dflash.memory import check_fits, plan_memory
 from torch_dflash.options import NOTHING, Choice, row_options
 from torch_dflash.pair import Pair, timed
 from torch_dflash.propose import Proposer
-from torch_dflash.sampling import RowOptions
+from torch_dflash.sampling import Choose, RowOptions
 from torch_dflash.state import Capacity, Chunk, Round
 
 log = logging.getLogger("torch_dflash")
@@ -24,13 +24,16 @@ log = logging.getLogger("torch_dflash")
 class Device:
     """Holds the state of R rows. Raises InputError when the device's memory cannot hold the capacity.
 
-    proposers: all that a dispatch may use, the one with most drafts first. max_steps: of one dispatch. The numbers of
-    stop and biased ids are shapes of the programs; they only grow, to powers of two.
+    proposers: all that a dispatch may use, the one with most drafts first. choose: how tokens are chosen. max_steps: of
+    one dispatch. The numbers of stop and biased ids are shapes of the programs; they only grow, to powers of two.
     """
 
-    def __init__(self, pair: Pair, proposers: Sequence[Proposer], capacity: Capacity, max_steps: int) -> None:
+    def __init__(
+        self, pair: Pair, proposers: Sequence[Proposer], choose: Choose, capacity: Capacity, max_steps: int
+    ) -> None:
         self.pair = pair
         self.proposers = proposers
+        self.choose = choose
         self.capacity = capacity
         self.max_steps = max_steps
         self.num_stop_ids = 1
@@ -49,6 +52,7 @@ class Device:
         self.state, token, logprob = prefill_program()(
             self.pair.target,
             self.proposers[0],
+            self.choose,
             self.pair.params,
             self.state,
             np.array([row], np.int32),
@@ -68,6 +72,7 @@ class Device:
         self.state, rounds, count = decode_program()(
             self.pair.target,
             proposer,
+            self.choose,
             self.max_steps,
             self.pair.params,
             self.state,
@@ -101,7 +106,7 @@ class Device:
         return np.zeros((rows, self.capacity.pages_per_row), np.int32)
 
     def _compile(self, program: tuple, shown: str, run: Callable[[], object]) -> None:
-        shapes = (*program, self.capacity, self.num_stop_ids, self.num_biased)
+        shapes = (*program, self.choose, self.capacity, self.num_stop_ids, self.num_biased)
         if shapes not in self.pair.compiled:
             with timed(f"compile {shown}"):
                 jax.block_until_ready(run())

@@ -18,6 +18,7 @@ from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
 from torch_dflash.pair import Pair
 from torch_dflash.requests import Request, Run
+from torch_dflash.sampling import Choose, choose, choose_greedily
 from torch_dflash.state import Capacity, Chunk, Round
 from torch_dflash.tokenizer import TextPieces
 
@@ -32,15 +33,15 @@ class Engine:
 
     Rows differ in length, accept count and finish time; a free row takes the next request, first come, first served.
     A request gets its row when all pages that it may need are free, so one that runs is never short of pages, and one
-    that waits will run. A dispatch has the active rows only, padded to a power of two. Raises InputError when the
+    that waits will run. A dispatch has the active rows only, padded to a bucket. Raises InputError when the
     device's memory cannot hold the capacity.
     """
 
-    def __init__(self, pair: Pair, pace: Pace, capacity: Capacity, max_steps: int) -> None:
+    def __init__(self, pair: Pair, pace: Pace, capacity: Capacity, max_steps: int, choose: Choose = choose) -> None:
         self.pair = pair
         self.pace = pace
         self.capacity = capacity
-        self.device = Device(pair, pace.proposers, capacity, max_steps)
+        self.device = Device(pair, pace.proposers, choose, capacity, max_steps)
         self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Run] = deque()
@@ -59,6 +60,9 @@ class Engine:
             )
         self.device.num_stop_ids = max(self.device.num_stop_ids, power_of_two(len(request.stop_ids)))
         self.device.num_biased = max(self.device.num_biased, power_of_two(len(request.sampling.logit_bias)))
+        assert self.device.choose is not choose_greedily or request.sampling.is_greedy, (
+            "the engine was made for greedy requests"
+        )
         pieces = TextPieces(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         choice = Choice(request.sampling.seeded(), request.stop_ids, len(request.prompt_ids))
         self.waiting.append(Run(request, choice, pieces))
@@ -158,7 +162,7 @@ class Engine:
 
     def _dispatch(self, active: dict[int, Run]) -> tuple[Round, int]:
         """Some rounds of the active rows, with as many drafts as pay."""
-        width = bucket(len(active), self.capacity.rows)
+        width = bucket(len(active), self.capacity.buckets)
         padding = width - len(active)
         rows = [*active, *[self.capacity.rows] * padding]
         choices = [*(run.choice for run in active.values()), *[NOTHING] * padding]
@@ -196,13 +200,13 @@ class Engine:
     def _warm_up(self, widths: set[int], most_rows: int) -> None:
         for width in sorted(widths):
             self.device.warm_up_prefill(width)
-        for rows in sorted({bucket(active, self.capacity.rows) for active in range(1, most_rows + 1)}):
+        for rows in sorted({bucket(active, self.capacity.buckets) for active in range(1, most_rows + 1)}):
             self.device.warm_up_decode(rows)
 
 
-def bucket(active: int, rows: int) -> int:
-    """Rows of a dispatch: a power of two, at most `rows`.  Examples: (3, 8) -> 4; (5, 6) -> 6."""
-    return min(power_of_two(active), rows)
+def bucket(active: int, buckets: tuple[int, ...]) -> int:
+    """Rows of a dispatch: the smallest number that holds the active ones.  Example: 3, (1, 4, 8) -> 4."""
+    return next(rows for rows in buckets if rows >= active)
 
 
 def positions_needed(request: Request, num_drafts: int, context_limit: int) -> int:

@@ -57,6 +57,11 @@ class Sampling:
             raise InputError(f"logprobs is {self.logprobs!r}: use True or False; only the chosen token's is given")
         _check_bias(self.logit_bias)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Nothing is asked for but the likeliest token."""
+        return replace(self, seed=None, top_k=None, top_p=1.0, min_p=0.0) == GREEDY
+
     def seeded(self) -> "Sampling":
         """With a seed: its own, or a new one."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(64))

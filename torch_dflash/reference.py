@@ -95,8 +95,8 @@ def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, featur
 
 
 def draft_visible(layer: DraftLayer, query_at: Tensor, key_at: Tensor) -> Tensor:
-    """bool [T,N]: which key positions each query of a drafter layer sees."""
-    distance = query_at[:, None] - key_at
+    """bool [...,T,N]: which key positions [...,N] each query [...,T] of a drafter layer sees."""
+    distance = query_at[..., :, None] - key_at[..., None, :]
     visible = torch.ones_like(distance, dtype=torch.bool)
     if layer.causal:
         visible &= distance >= 0

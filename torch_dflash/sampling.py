@@ -9,6 +9,7 @@ Letters: R rows, T tokens, V vocabulary, N positions of a row, n stop ids, m bia
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,19 @@ def greedy(logits: Array) -> Array:
     """[..., V] -> int32[...]: the largest logit, the smallest id among equals. Drafter and target use this one
     function."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+class Choose(Protocol):
+    """How the target's tokens are chosen: `choose`, or `choose_greedily` where no request asks for more."""
+
+    def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+        """See `choose`."""
+
+
+@jax.named_scope("choose")
+def choose_greedily(logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+    """`choose` for rows that are all greedy: the same tokens, and less to compile. Log-probabilities are zeros."""
+    return greedy(logits), jnp.zeros(logits.shape[:2], jnp.float32)
 
 
 @jax.named_scope("choose")

@@ -11,6 +11,7 @@ from torch_dflash.options import GREEDY, Sampling
 from torch_dflash.pace import Adaptive, Pace, Steady
 from torch_dflash.pair import Pair
 from torch_dflash.requests import Request
+from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity
 from torch_dflash.tokenizer import Prompt, encode_prompt, eos_ids
 
@@ -103,7 +104,7 @@ def open_engine(
         why = f"{length} positions of context need {whole.pages_per_row} and the NULL page"
         least = whole.pages_per_row + 1
         whole = replace(whole, num_pages=checked_integer(num_pages, "num_pages", least, why=why))
-    engine = Engine(pair, pace, whole, checked_integer(steps_per_dispatch, "steps_per_dispatch", 1))
+    engine = Engine(pair, pace, whole, checked_integer(steps_per_dispatch, "steps_per_dispatch", 1), choose)
     engine.device.num_stop_ids = max(STOP_IDS, power_of_two(len(stop_ids_of(pair))))
     engine.warm_up_all()
     return engine
@@ -117,4 +118,7 @@ def engine_for(pair: Pair, pace: Pace, requests: list[Request], most_rows: int, 
     pages_per_row = min(power_of_two(pages_for(longest, PAGE_SIZE)), pages_for(limit, PAGE_SIZE))
     rows = min(power_of_two(len(requests)), most_rows)
     steps = min(steps, power_of_two(max(r.max_new_tokens for r in requests)))
-    return Engine(pair, pace, Capacity.whole(rows, pages_per_row, PAGE_SIZE), steps)
+    greedy = all(request.sampling.is_greedy for request in requests)
+    # Few buckets: such an engine lives as long as its batch, and each is a program to compile.
+    capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by=8)
+    return Engine(pair, pace, capacity, steps, choose_greedily if greedy else choose)

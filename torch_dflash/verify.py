@@ -17,7 +17,7 @@ from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import TargetConfig
 from torch_dflash.models.target import Target
-from torch_dflash.sampling import RowOptions, choose
+from torch_dflash.sampling import Choose, RowOptions
 from torch_dflash.state import DecodeState
 
 
@@ -77,6 +77,7 @@ def verify(
     tables: Array,
     draft_ids: Array,
     num_new: Array,
+    choose: Choose,
     options: RowOptions,
 ) -> tuple[DecodeState, Verified]:
     """One pass over [anchor, drafts] at positions committed_len.., of which the first num_new[r] are processed.

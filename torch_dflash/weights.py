@@ -50,6 +50,11 @@ def load_weights(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> N
     module.requires_grad_(False)
 
 
+def stored_dtypes(folder: Path) -> tuple[str, ...]:
+    """safetensors' names of the dtypes in which the tensors of `folder` are stored."""
+    return tuple(sorted({source.dtype for source in _sources(folder).values()}))
+
+
 def _sources(folder: Path) -> dict[str, _Source]:
     """Every tensor of the checkpoint by module name."""
     index = folder / _INDEX
