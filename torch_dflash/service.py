@@ -17,7 +17,7 @@ from torch_dflash.tokenizer import Prompt, encode_prompt, eos_ids
 
 MAX_ROWS = 8
 STEPS_PER_DISPATCH = 8
-STOP_IDS = 8  # of a request, before an open engine must compile again
+STOP_IDS, BIASED_IDS = 8, 16  # of a request, before an open engine must compile again
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> tuple[int, ...]:
@@ -87,7 +87,9 @@ def open_engine(
     num_drafts: int | str | None = None,
     steps_per_dispatch: int = STEPS_PER_DISPATCH,
 ) -> Engine:
-    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`. Warm, nothing is compiled later.
+    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`.
+
+    It is warm: nothing is compiled later, unless a request has more than 8 stop ids or 16 biased ids.
 
     rows: requests at a time. context: positions that one request may fill, prompt and answer; the target's limit by
     default. num_pages: pages of K/V memory, shared by all rows; enough for all of them at their longest by default,
@@ -106,6 +108,7 @@ def open_engine(
         whole = replace(whole, num_pages=checked_integer(num_pages, "num_pages", least, why=why))
     engine = Engine(pair, pace, whole, checked_integer(steps_per_dispatch, "steps_per_dispatch", 1), choose)
     engine.device.num_stop_ids = max(STOP_IDS, power_of_two(len(stop_ids_of(pair))))
+    engine.device.num_biased = BIASED_IDS
     engine.warm_up_all()
     return engine
 
