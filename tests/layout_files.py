@@ -1,4 +1,4 @@
-"""The same random drafter in every layout that the loader takes. The target has four layers, 12 tokens, hidden size 32."""
+"""The same random drafter in every layout that the loader takes. Its target: three layers, 12 ids, hidden size 32."""
 
 import json
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from helpers import DRAFTER, write_drafter, write_target
 from safetensors.torch import load_file, save_file
 
-TAPS = [2, 0]
+TAPS = [1, 0]
 MUSE_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 LAYER_FIELDS = (
     *("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -20,9 +20,9 @@ Tensors = dict[str, torch.Tensor]
 
 def write_pair(folder: Path, **changes: Any) -> Path:
     """folder/target and folder/draft, the latter in z-lab's layout; `changes` go into the drafter's config."""
-    write_target(folder / "target", num_hidden_layers=4)
+    write_target(folder / "target", num_hidden_layers=3)
     dflash = {"mask_token_id": 11, "target_layer_ids": TAPS}
-    write_drafter(folder / "draft", **({"num_target_layers": 4, "dflash_config": dflash} | changes))
+    write_drafter(folder / "draft", **({"num_target_layers": 3, "dflash_config": dflash} | changes))
     return folder
 
 
@@ -64,7 +64,7 @@ def write_model_optimizer(pair: Path, folder: Path, **changes: Any) -> Path:
     config = {
         **DRAFTER,
         "dflash_config": {"mask_token_id": 11, "target_layer_ids": TAPS} | changes,
-        "num_target_layers": 4,
+        "num_target_layers": 3,
         "rope_scaling": None,
         "layer_types": ["full_attention"] * 2,
         "hidden_act": "silu",

@@ -1,11 +1,13 @@
 """Every layout of the same drafter gives the same proposals; a reduced head of its own equals full recomputation."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 import torch
-from helpers import Loaded, load, prompt_of
+from helpers import load, prompt_of
 from layout_files import (
     speculators_config,
     tensors_of,
@@ -17,16 +19,40 @@ from layout_files import (
 )
 
 from torch_dflash import InputError, Pair, generate, load_pair, reference
-from torch_dflash.config import DraftLayer
+from torch_dflash.config import ZLAB, DrafterConfig, DraftLayer
 from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.pair import load_drafter
 from torch_dflash.train.loss import lower_drafter
 
-PROMPTS = [prompt_of(n) for n in (5, 17, 70)]
+PROMPTS = [prompt_of(n) for n in (5, 9, 16)]
 NEW = 16
 REDUCED = [0, 2, 3, 5, 7, 8, 9, 11]
-BOTH_WAYS = {"is_causal": False, "use_sliding_window": True, "sliding_window": 6}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 6}
+
+
+def rounds(pair: Pair) -> list[Any]:
+    """The trace of every prompt. One row, so that all of them run the same two programs."""
+    return [generate(pair, [prompt], NEW, trace=True, ignore_eos=True)[0].trace for prompt in PROMPTS]
+
+
+def with_programs_of(other: Pair, pair: Pair) -> Pair:
+    """The pair, running what has been compiled for another one: equal configs trace to equal programs."""
+    assert bare(pair) == bare(other)
+    assert jax.tree.map(jax.typeof, pair.params) == jax.tree.map(jax.typeof, other.params)
+    return replace(other, params=pair.params)
+
+
+def bare(pair: Pair) -> DrafterConfig:
+    """Its drafter's config without what some layouts leave out and no program depends on."""
+    assert pair.drafter is not None
+    return replace(pair.drafter.config, layout=ZLAB, num_target_layers=3, vocab_size=12)
+
+
+def full_rounds(pair: Path, draft: Path, tmp_path: Path) -> list[Any]:
+    """The trace of every prompt by full recomputation."""
+    (tmp_path / "target").symlink_to(pair / "target")
+    case = load(draft.parent)
+    return [reference.dflash(case.target, case.drafter, case.config, prompt, NEW)[1] for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")
@@ -34,52 +60,65 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pair(tmp_path_factory.mktemp("layouts"))
 
 
-def rounds(pair: Pair) -> list[Any]:
-    return [result.trace for result in generate(pair, PROMPTS, NEW, trace=True, ignore_eos=True)]
-
-
-def loaded(pair: Path, folder: Path) -> Loaded:
-    """The pair's target with the drafter in `folder`."""
-    (folder.parent / "target").symlink_to(pair / "target")
-    return load(folder.parent)
-
-
-def check_reference(case: Loaded) -> list[Any]:
-    """Production equals the oracle in every round; returns the rounds."""
-    ours = rounds(case.pair)
-    for prompt, trace in zip(PROMPTS, ours, strict=True):
-        assert trace == reference.dflash(case.target, case.drafter, case.config, prompt, NEW)[1]
-        assert len(trace) >= 3
-    return ours
+@pytest.fixture(scope="module")
+def zlab(pair: Path) -> Pair:
+    return load_pair(pair / "target", pair / "draft")
 
 
 @pytest.fixture(scope="module")
-def expected(pair: Path) -> list[Any]:
-    return rounds(load_pair(pair / "target", pair / "draft"))
+def expected(zlab: Pair) -> list[Any]:
+    return rounds(zlab)
 
 
-@pytest.mark.parametrize("layout", [write_muse, write_model_optimizer, write_speculators])
-def test_same_weights_in_another_layout(layout: Any, pair: Path, expected: list[Any], tmp_path: Path) -> None:
-    assert rounds(load_pair(pair / "target", layout(pair, tmp_path))) == expected
+@pytest.fixture(scope="module")
+def whole_head(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """The same drafter with copies of the target's head and embedding."""
+    return load_pair(pair / "target", write_speculators(pair, tmp_path_factory.mktemp("whole")))
 
 
-def test_windows_of_the_layouts(tmp_path: Path) -> None:
-    """One window in four spellings. Muse's counts its edge in."""
-    zlab = write_pair(tmp_path / "pair", layer_types=["sliding_attention"] * 2, **BOTH_WAYS)
-    expected = rounds(load_pair(zlab / "target", zlab / "draft"))
-    assert expected != rounds(load_pair(zlab / "target", write_muse(zlab, tmp_path / "unbounded")))
+@pytest.fixture(scope="module")
+def reduced(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of eight rows and an embedding, both of its own."""
+    folder = tmp_path_factory.mktemp("reduced") / "draft"
+    return write_speculators(pair, folder, rows=REDUCED, head=noise(8, 3), embedding=noise(12, 6))
+
+
+@pytest.fixture(scope="module")
+def reduced_pair(pair: Path, reduced: Path) -> Pair:
+    return load_pair(pair / "target", reduced)
+
+
+def noise(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("layout", [write_muse, write_model_optimizer])
+def test_same_weights_in_another_layout(
+    layout: Any, pair: Path, zlab: Pair, expected: list[Any], tmp_path: Path
+) -> None:
+    assert rounds(with_programs_of(zlab, load_pair(pair / "target", layout(pair, tmp_path)))) == expected
+
+
+def test_a_copy_of_the_targets_head_drafts_as_that_does(whole_head: Pair, expected: list[Any]) -> None:
+    assert {"lm_head.weight", "d2t"} <= whole_head.params["drafter"].keys()
+    assert "embed_tokens.weight" not in whole_head.params["drafter"]  # it is the target's, bit for bit
+    assert rounds(whole_head) == expected
+
+
+def test_windows_of_the_layouts(pair: Path, tmp_path: Path) -> None:
+    """One window in three spellings. Muse's counts its edge in."""
     sliding = {"layer_types": ["sliding_attention"] * 2}
+    layer = speculators_config()["transformer_layer_config"] | sliding
+    layer |= {"use_sliding_window": True, "sliding_window": 6}
     folders = [
-        write_muse(zlab, tmp_path / "muse", sliding_window=5, **sliding),
-        write_model_optimizer(zlab, tmp_path / "optimizer", use_swa=True, swa_window_size=6, causal=False),
-        write_speculators(zlab, tmp_path / "speculators", sliding_window_non_causal=True),
+        write_muse(pair, tmp_path / "muse", sliding_window=5, **sliding),
+        write_model_optimizer(pair, tmp_path / "optimizer", use_swa=True, swa_window_size=6, causal=False),
+        write_speculators(
+            pair, tmp_path / "speculators", transformer_layer_config=layer, sliding_window_non_causal=True
+        ),
     ]
-    config = speculators_config(sliding_window_non_causal=True)
-    config["transformer_layer_config"] |= {**sliding, "use_sliding_window": True, "sliding_window": 6}
-    write(folders[2], config, tensors_of(folders[2]))
     for folder in folders:
         assert read_drafter_config(folder).layers == (DraftLayer(causal=False, window=6),) * 2
-        assert rounds(load_pair(zlab / "target", folder)) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,44 +140,47 @@ def test_layers_of_speculators(layer: dict, top: dict, layers: tuple, tmp_path: 
     assert read_drafter_config(tmp_path).layers == layers
 
 
-@pytest.mark.parametrize("own_embedding", [False, True])
-def test_a_reduced_head_equals_full_recomputation(own_embedding: bool, pair: Path, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(3)
-    head = torch.randn(len(REDUCED), 32, generator=generator)
-    embedding = torch.randn(12, 32, generator=generator) if own_embedding else None
-    case = loaded(pair, write_speculators(pair, tmp_path / "draft", rows=REDUCED, head=head, embedding=embedding))
-    ours = check_reference(case)
+def test_a_reduced_head_equals_full_recomputation(
+    pair: Path, reduced: Path, reduced_pair: Pair, tmp_path: Path
+) -> None:
+    ours = rounds(reduced_pair)
+    assert ours == full_rounds(pair, reduced, reduced.parent)
     proposed = {token for trace in ours for entry in trace for token in entry.proposed}
     assert len(proposed) > 3 and proposed <= set(REDUCED)
-    assert ("embed_tokens.weight" in case.pair.params["drafter"]) is own_embedding
-    assert case.pair.params["drafter"]["lm_head.weight"].shape == (8, 32)
+    assert all(len(trace) >= 3 for trace in ours)
+    assert reduced_pair.params["drafter"]["embed_tokens.weight"].shape == (12, 32)
 
 
-def test_the_head_of_the_target_never_replaces_its_own(pair: Path, expected: list[Any], tmp_path: Path) -> None:
+def test_the_head_of_the_target_never_replaces_its_own(
+    pair: Path, whole_head: Pair, expected: list[Any], tmp_path: Path
+) -> None:
     """Full vocabulary, other weights: other proposals, those of the oracle."""
-    head = torch.randn(12, 32, generator=torch.Generator().manual_seed(4))
-    assert check_reference(loaded(pair, write_speculators(pair, tmp_path / "draft", head=head))) != expected
+    folder = write_speculators(pair, tmp_path / "draft", head=noise(12, 4))
+    ours = rounds(with_programs_of(whole_head, load_pair(pair / "target", folder)))
+    assert ours != expected
+    assert ours == full_rounds(pair, folder, tmp_path)
 
 
-def test_rows_stand_for_the_ids_that_d2t_gives(pair: Path, tmp_path: Path) -> None:
-    """Rows may be shuffled with d2t; d2t alone renames every proposal of a first round."""
+def test_rows_stand_for_the_ids_that_d2t_gives(pair: Path, reduced_pair: Pair, tmp_path: Path) -> None:
+    """Rows may be shuffled together with d2t; d2t alone renames every proposal of a first round."""
     shuffled = [REDUCED[i] for i in (3, 0, 7, 5, 1, 6, 2, 4)]
-    head = torch.randn(8, 32, generator=torch.Generator().manual_seed(5))
+    head, embedding = noise(8, 3), noise(12, 6)
     order = [REDUCED.index(token) for token in shuffled]
-    plain = rounds(load_pair(pair / "target", write_speculators(pair, tmp_path / "a", rows=REDUCED, head=head)))
-    both = write_speculators(pair, tmp_path / "b", rows=shuffled, head=head[order])
-    renamed = write_speculators(pair, tmp_path / "c", rows=shuffled, head=head)
-    assert rounds(load_pair(pair / "target", both)) == plain
+    both = write_speculators(pair, tmp_path / "b", rows=shuffled, head=head[order], embedding=embedding)
+    renamed = write_speculators(pair, tmp_path / "c", rows=shuffled, head=head, embedding=embedding)
+    plain = rounds(reduced_pair)
+    assert rounds(with_programs_of(reduced_pair, load_pair(pair / "target", both))) == plain
     names = dict(zip(REDUCED, shuffled, strict=True))
-    for ours, theirs in zip(rounds(load_pair(pair / "target", renamed)), plain, strict=True):
+    other = rounds(with_programs_of(reduced_pair, load_pair(pair / "target", renamed)))
+    for ours, theirs in zip(other, plain, strict=True):
         assert list(ours[0].proposed) == [names[token] for token in theirs[0].proposed]
 
 
-def test_the_embedding_may_be_left_out(pair: Path, expected: list[Any], tmp_path: Path) -> None:
+def test_the_embedding_may_be_left_out(pair: Path, whole_head: Pair, expected: list[Any], tmp_path: Path) -> None:
     folder = write_speculators(pair, tmp_path)
     tensors = {name: t for name, t in tensors_of(folder).items() if name != "embed_tokens.weight"}
     write(folder, speculators_config(), tensors)
-    assert rounds(load_pair(pair / "target", folder)) == expected
+    assert rounds(with_programs_of(whole_head, load_pair(pair / "target", folder))) == expected
 
 
 def test_a_head_of_its_own_in_bfloat16(pair: Path, tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ def _speculators(fields: Fields) -> Fields:
     windowed = merged.flag("use_sliding_window", False) and merged.get("sliding_window") is not None
     if fields.flag("sliding_window_non_causal", False) or not windowed:
         changes["is_causal"] = False
+    if not windowed:
+        changes["use_sliding_window"] = False
     return _with(Fields(merged.values, fields.origin), SPECULATORS.name, **changes)
 
 
