@@ -1,9 +1,11 @@
 """What loading a damaged or malicious pair comes to: refused in one line, the same pair, or another valid one."""
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,3 +49,16 @@ def equal(pair: Pair, base: Pair) -> bool:
     assert pair.drafter is not None and base.drafter is not None
     configs = pair.target.config == base.target.config and pair.drafter.config == base.drafter.config
     return configs and all(jax.tree.leaves(jax.tree.map(np.array_equal, pair.params, base.params)))
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def put(path: Path, header: Any, data: bytes, length: int | None = None) -> None:
+    """`header` is an object, or bytes as they are."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
