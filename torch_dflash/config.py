@@ -100,7 +100,6 @@ class DrafterConfig:
 
     num_target_layers, vocab_size: of the target; None where the layout does not say.
     draft_vocab_size: rows of the drafter's own head; None where the target's head serves.
-    own_embedding: the checkpoint holds an embedding of its own.
     """
 
     block: BlockConfig
@@ -113,5 +112,4 @@ class DrafterConfig:
     vocab_size: int | None
     context_limit: int
     draft_vocab_size: int | None = None
-    own_embedding: bool = False
     layout: Layout = ZLAB

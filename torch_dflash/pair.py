@@ -81,10 +81,10 @@ def load_target(folder: Path, dtype: torch.dtype) -> tuple[TargetConfig, Target]
 def load_drafter(folder: Path, dtype: torch.dtype) -> tuple[DrafterConfig, Drafter]:
     """The drafter of a checkpoint folder, as an eager torch module."""
     config = read_drafter_config(folder)
-    if config.draft_vocab_size is not None:  # such a checkpoint may leave out the embedding, which is the target's then
-        own = "embed_tokens.weight" in tensor_names(folder, config.layout)
-        config = replace(config, own_embedding=own)
-    module = _filled(partial(Drafter, config), folder, dtype, config.layout)
+    # A checkpoint with a head of its own may leave out the embedding, which is the target's then.
+    own_head = config.draft_vocab_size is not None
+    own_embedding = own_head and "embed_tokens.weight" in tensor_names(folder, config.layout)
+    module = _filled(partial(Drafter, config, own_embedding), folder, dtype, config.layout)
     _check_draft_ids(module, config, folder)
     return config, module
 

@@ -87,8 +87,8 @@ class DrafterFunctions:
     config: DrafterConfig
     absorb: Callable[..., tuple[Array, Array]]
     forward: Callable[..., Array]
-    embed: Callable[..., Array] | None
-    head: tuple[Callable[..., Array], Callable[..., Array]] | None
+    embed: Callable[..., Array] | None = None
+    head: tuple[Callable[..., Array], Callable[..., Array]] | None = None
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:

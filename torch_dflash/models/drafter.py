@@ -25,7 +25,7 @@ class Drafter(nn.Module):
     lm_head: nn.Linear | None
     d2t: Tensor
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, own_embedding: bool = False) -> None:
         super().__init__()
         block = config.block
         self.fc = nn.Linear(len(config.target_layer_ids) * block.hidden_size, block.hidden_size, bias=False)
@@ -34,7 +34,7 @@ class Drafter(nn.Module):
         self.norm = RMSNorm(block.hidden_size, block.rms_norm_eps)
         self.rotary = Rotary(config.rope, block.head_dim)
         self.embed_tokens = self.lm_head = None
-        if config.own_embedding:
+        if own_embedding:
             assert config.vocab_size is not None
             self.embed_tokens = nn.Embedding(config.vocab_size, block.hidden_size)
         if config.draft_vocab_size is not None:
