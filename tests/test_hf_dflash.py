@@ -4,17 +4,20 @@ Its assistant class has DFlash v1's layers, with two names of its own. Blocks ar
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from helpers import golden, golden_data, golden_pair
+from helpers import changed_draft, golden, golden_data, golden_pair
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
-from torch_dflash import generate
+from torch_dflash import generate, load_pair
+from torch_dflash.config import ZLAB
 from torch_dflash.config_reader import read_drafter_config
 
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
@@ -82,3 +85,17 @@ def test_rounds_equal_hugging_faces(name: str, changes: str, monkeypatch: pytest
         # Equal anchors mean equal accept counts. HF drafts no more when one token is missing.
         assert ours[: len(theirs)] == theirs
         assert len(ours) - len(theirs) <= 1
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES.items())
+def test_what_hugging_face_saves_is_the_same_drafter(name: str, changes: str, tmp_path: Path) -> None:
+    """Config and weights as in z-lab's layout, so rounds are those of the test above."""
+    assistant(changed_draft(name, json.loads(changes), tmp_path / "draft")).save_pretrained(tmp_path / "saved")
+    ours, theirs = golden_pair(name, changes), load_pair(golden(name) / "target", tmp_path / "saved")
+    assert ours.drafter is not None and theirs.drafter is not None
+    config = theirs.drafter.config
+    assert config.layout.name == "Muse assistant"
+    assert replace(config, layout=ZLAB, num_target_layers=6, vocab_size=256) == ours.drafter.config
+    assert theirs.params["drafter"].keys() == ours.params["drafter"].keys()
+    for key, value in ours.params["drafter"].items():
+        np.testing.assert_array_equal(theirs.params["drafter"][key], value, err_msg=key)

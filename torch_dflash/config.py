@@ -80,9 +80,27 @@ class DraftLayer:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How the checkpoints of one project name their tensors, where that differs from z-lab's names.
+
+    renames: (their name, ours). unused: tensors that served training and take no part in drafting.
+    """
+
+    name: str
+    renames: tuple[tuple[str, str], ...] = ()
+    unused: tuple[str, ...] = ()
+
+
+ZLAB = Layout("z-lab")
+
+
+@dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash v1 drafter (z-lab layout). `layers` has one entry per layer; `target_layer_ids` are taps, in feature
-    order."""
+    """A DFlash v1 drafter. `layers` has one entry per layer; `target_layer_ids` are taps, in feature order.
+
+    num_target_layers, vocab_size: of the target; None where the layout does not say.
+    draft_vocab_size: rows of the drafter's own head; None where the target's head serves.
+    """
 
     block: BlockConfig
     layers: tuple[DraftLayer, ...]
@@ -90,6 +108,8 @@ class DrafterConfig:
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
-    vocab_size: int
+    num_target_layers: int | None
+    vocab_size: int | None
     context_limit: int
+    draft_vocab_size: int | None = None
+    layout: Layout = ZLAB

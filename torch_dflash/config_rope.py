@@ -26,6 +26,8 @@ def read_rope(fields: Fields) -> Rope:
     if rope.get("rope_theta") is None:
         rope.refuse("rope_theta", "set rope_theta, or rope_parameters.rope_theta, to the base used in training")
     theta, kind = rope.number("rope_theta"), rope.get("rope_type")
+    if theta <= 1:
+        rope.refuse("rope_theta", "it must be above 1: it is the base whose powers are the wavelengths")
     if type(kind) is not str or kind not in _ROPE_KEYS:
         rope.refuse("rope_type", f"only {', '.join(_ROPE_KEYS)} are supported")
     for name in sorted(rope.values.keys() - _ROPE_KEYS[kind] - {"rope_theta", "rope_type"}):

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 import torch
 
-from bridge.views import take_params
-from torch_dflash.config import DrafterConfig, TargetConfig
+from bridge.views import Params, take_params
+from torch_dflash.config import ZLAB, DrafterConfig, Layout, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.hub import resolve_draft, resolve_target
@@ -22,7 +22,7 @@ from torch_dflash.models.target import Target
 from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
 from torch_dflash.tokenizer import load_tokenizer
 from torch_dflash.verify import TargetFunctions, lower_target
-from torch_dflash.weights import load_weights
+from torch_dflash.weights import load_weights, tensor_names
 
 log = logging.getLogger("torch_dflash")
 
@@ -81,15 +81,37 @@ def load_target(folder: Path, dtype: torch.dtype) -> tuple[TargetConfig, Target]
 def load_drafter(folder: Path, dtype: torch.dtype) -> tuple[DrafterConfig, Drafter]:
     """The drafter of a checkpoint folder, as an eager torch module."""
     config = read_drafter_config(folder)
-    return config, _filled(partial(Drafter, config), folder, dtype)
+    # A checkpoint with a head of its own may leave out the embedding, which is the target's then.
+    own_head = config.draft_vocab_size is not None
+    own_embedding = own_head and "embed_tokens.weight" in tensor_names(folder, config.layout)
+    module = _filled(partial(Drafter, config, own_embedding), folder, dtype, config.layout)
+    _check_draft_ids(module, config, folder)
+    return config, module
 
 
-def _filled(make: Callable[[], ModuleT], folder: Path, dtype: torch.dtype) -> ModuleT:
+def _filled(make: Callable[[], ModuleT], folder: Path, dtype: torch.dtype, layout: Layout = ZLAB) -> ModuleT:
     """A module with the folder's weights. Made without memory of its own: each tensor is allocated as it is read."""
     with torch.device("meta"):
         module = make()
-    load_weights(module, folder, dtype)
+    load_weights(module, folder, dtype, layout)
     return module.eval()
+
+
+def _check_draft_ids(module: Drafter, config: DrafterConfig, folder: Path) -> None:
+    """Every row of a reduced head must stand for a token of its own."""
+    if config.draft_vocab_size is None or config.vocab_size is None:
+        return
+    ids = torch.arange(config.draft_vocab_size) + module.d2t.long()
+    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
+        reason = f"row + d2t[row] must be distinct ids 0..{config.vocab_size - 1}"
+        raise InputError(f"{folder}: tensor d2t gives ids {ids.min()}..{ids.max()}; {reason}, download it again")
+
+
+def share_embedding(drafter: Drafter, target: Target) -> None:
+    """Let go of a drafter's own embedding if it is the target's, bit for bit: most checkpoints hold such a copy."""
+    own = drafter.embed_tokens
+    if own is not None and torch.equal(own.weight, target.embed_tokens.weight):
+        drafter.embed_tokens = None
 
 
 def load_pair(
@@ -115,12 +137,13 @@ def load_pair(
     config = None if draft_folder is None else _draft_config(draft_folder, target_folder, block_size)
     with timed(f"load target {target}, {dtype}"):
         target_config, module = load_target(target_folder, DTYPES[dtype])
-    functions, params = lower_target(module, target_config), {"target": take_params(module)}
-    drafter = None
+    drafter, params = None, dict[str, Params]()
     if draft_folder is not None and config is not None:
         with timed(f"load drafter {draft}, {dtype}"):
             _, draft_module = load_drafter(draft_folder, DTYPES[dtype])
+            share_embedding(draft_module, module)
             drafter, params["drafter"] = lower_drafter(draft_module, config), take_params(draft_module)
+    functions, params["target"] = lower_target(module, target_config), take_params(module)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
 

@@ -82,16 +82,23 @@ class Plain:
 
 @dataclass(frozen=True)
 class DrafterFunctions:
-    """The drafter's methods as pure JAX functions f(params, ...)."""
+    """The drafter's methods as pure JAX functions f(params, ...).
+
+    `embed` and `head` (logits and target_ids of a head of its own) are None where the target's serve.
+    """
 
     config: DrafterConfig
     absorb: Callable[..., tuple[Array, Array]]
     forward: Callable[..., Array]
+    embed: Callable[..., Array] | None = None
+    head: tuple[Callable[..., Array], Callable[..., Array]] | None = None
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
     """Lower a drafter module; its parameters are arguments of the results."""
-    return DrafterFunctions(config, lower(module, "absorb"), lower(module))
+    embed = None if module.embed_tokens is None else lower(module, "embed")
+    head = None if module.lm_head is None else (lower(module, "logits"), lower(module, "target_ids"))
+    return DrafterFunctions(config, lower(module, "absorb"), lower(module), embed, head)
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,21 @@ class DFlash:
         noise_ids = jnp.pad(
             anchor, ((0, 0), (0, self.config.block_size - 1)), constant_values=self.config.mask_token_id
         )
-        noise = self.target.embed(params["target"], noise_ids)
+        noise = self._embed(params, noise_ids)
         positions = block_positions(draft.draft_len, self.config.block_size)
         hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft, tables), None)
-        return greedy(self.target.logits(params["target"], hidden[:, 1 : self.num_drafts + 1]))
+        return self._best_ids(params, hidden[:, 1 : self.num_drafts + 1])
+
+    def _embed(self, params: AllParams, ids: Array) -> Array:
+        own = self.drafter.embed
+        return self.target.embed(params["target"], ids) if own is None else own(params["drafter"], ids)
+
+    def _best_ids(self, params: AllParams, hidden: Array) -> Array:
+        """Normed hidden states [R,K,E] -> int32[R,K], ids of the target. A drafter's own head is never replaced."""
+        if self.drafter.head is None:
+            return greedy(self.target.logits(params["target"], hidden))
+        logits, target_ids = self.drafter.head
+        return target_ids(params["drafter"], greedy(logits(params["drafter"], hidden)))
 
     def _attend(self, draft: DraftState, tables: Array) -> Callable[..., Any]:
         pages_per_layer = draft.pool.shape[0] // len(self.config.layers)

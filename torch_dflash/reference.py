@@ -45,7 +45,8 @@ def dflash(
     while len(new) < max_new_tokens:
         ids = [*prompt_ids, *new]  # the last one is the anchor
         _, features = target_pass(target, ids[:-1], config.target_layer_ids)
-        draft_ids = _argmax(draft_logits(target, drafter, config, features, ids[-1])[:drafts])
+        logits = draft_logits(target, drafter, config, features, ids[-1])[:drafts]
+        draft_ids = best_ids(drafter, logits).tolist()
         fitting = draft_ids if context_limit is None else draft_ids[: context_limit - len(ids)]
         logits, _ = target_pass(target, ids + fitting)
         target_ids = _argmax(logits[len(ids) - 1 :])
@@ -79,7 +80,8 @@ def target_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) 
 
 @torch.inference_mode()
 def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, features: Tensor, anchor: int) -> Tensor:
-    """Logits [B-1,V] behind `anchor`, which stands right after the positions of features [T,F*D]."""
+    """Logits [B-1,V] behind `anchor`, which stands right after the positions of features [T,F*D]. With a head of its
+    own, V are the rows of that."""
     positions = torch.arange(len(features) + config.block_size, dtype=torch.int32)
     at_context, at_block = positions[: len(features)], positions[len(features) :]
     keys, values = drafter.absorb(features[None], at_context[None])
@@ -89,9 +91,16 @@ def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, featur
         return attention(q, torch.cat([keys[layer], k], 1), torch.cat([values[layer], v], 1), visible), cache
 
     noise_ids = [anchor, *[config.mask_token_id] * (config.block_size - 1)]
-    noise = target.embed(torch.tensor([noise_ids], dtype=torch.int32))
+    embeds, head = target if drafter.embed_tokens is None else drafter, target if drafter.lm_head is None else drafter
+    noise = embeds.embed(torch.tensor([noise_ids], dtype=torch.int32))
     hidden = drafter(noise, at_block[None], attend, None)
-    return target.logits(hidden[0, 1:])
+    return head.logits(hidden[0, 1:])
+
+
+def best_ids(drafter: Drafter, logits: Tensor) -> Tensor:
+    """The target's ids of the largest draft logits [...,V]."""
+    best = logits.argmax(-1)
+    return best if drafter.lm_head is None else drafter.target_ids(best)
 
 
 def draft_visible(layer: DraftLayer, query_at: Tensor, key_at: Tensor) -> Tensor:

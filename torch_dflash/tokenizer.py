@@ -1,7 +1,6 @@
 """Text to token ids at the door, token ids to text on the way out."""
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -12,6 +11,7 @@ from jinja2 import TemplateError
 from tokenizers.decoders import ByteLevel
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from torch_dflash.config_fields import read_json
 from torch_dflash.errors import InputError
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not any((folder / name).is_file() for name in _FILES):
         return None
     for path in sorted(folder.glob("*token*.json")):
-        _check_json(path)
+        read_json(path)
     try:
         # Clean-up would change decoded text (it strips spaces before punctuation): off for all models.
         return AutoTokenizer.from_pretrained(
@@ -36,13 +36,6 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         )
     except Exception as error:  # the tokenizers library raises nothing narrower for a damaged file
         raise InputError(f"{folder}: the tokenizer cannot be loaded ({_one_line(error)}); download it again") from None
-
-
-def _check_json(path: Path) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({error}); download it again") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -6,16 +6,19 @@ and a mapping would count as a second copy of the model.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from torch_dflash.config import ZLAB, Layout
+from torch_dflash.config_fields import once, read_json
 from torch_dflash.errors import InputError
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_INTEGERS = {"I32": torch.int32, "I64": torch.int64}  # of id tables
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _AGAIN = "download the checkpoint again"
@@ -34,40 +37,48 @@ class _Source:
     end: int
 
 
-def load_weights(module: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Fills `module` (on the meta device) from the safetensors of `folder`, cast to `dtype`, gradients off.
+def load_weights(module: torch.nn.Module, folder: Path, dtype: torch.dtype, layout: Layout = ZLAB) -> None:
+    """Fills `module` (on the meta device) from the safetensors of `folder`, gradients off.
 
-    Module names are the checkpoint's without a leading "model.". Every result is fresh, contiguous and owned by
-    torch; beside them at most one source tensor is in memory. Raises InputError naming tensor and file.
+    Weights are cast to `dtype`, id tables to int32. Module names are the checkpoint's without a leading "model.",
+    renamed as `layout` says. Every result is fresh, contiguous and owned by torch; beside them at most one source
+    tensor is in memory, and nothing is allocated before all names, shapes and dtypes have been checked. Raises
+    InputError naming tensor and file.
     """
-    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    sources = _sources(folder)
+    wanted = module.state_dict()
+    sources = _sources(folder, layout)
     _check_names(wanted, sources, folder)
-    for name, shape in wanted.items():
-        _check_tensor(name, shape, sources[name])
-    state = {name: _read(sources[name]).to(dtype) for name in wanted}
+    for name, tensor in wanted.items():
+        _check_tensor(name, tensor, sources[name])
+    state = {name: _cast(sources[name], tensor.dtype, dtype) for name, tensor in wanted.items()}
     module.load_state_dict(state, strict=True, assign=True)
     module.requires_grad_(False)
 
 
-def stored_dtypes(folder: Path) -> tuple[str, ...]:
+def stored_dtypes(folder: Path, layout: Layout) -> tuple[str, ...]:
     """safetensors' names of the dtypes in which the tensors of `folder` are stored."""
-    return tuple(sorted({source.dtype for source in _sources(folder).values()}))
+    return tuple(sorted({source.dtype for source in _sources(folder, layout).values()}))
 
 
-def _sources(folder: Path) -> dict[str, _Source]:
+def tensor_names(folder: Path, layout: Layout) -> set[str]:
+    """The module names of all tensors in the safetensors of `folder`. Raises InputError."""
+    return set(_sources(folder, layout))
+
+
+def _sources(folder: Path, layout: Layout) -> dict[str, _Source]:
     """Every tensor of the checkpoint by module name."""
-    index = folder / _INDEX
-    if index.is_file():
-        return _from_shards(folder, _weight_map(index))
-    single = folder / _SINGLE
+    index, single = folder / _INDEX, folder / _SINGLE
+    sources: dict[str, _Source] = {}
+    for source in _from_shards(folder, _weight_map(index)) if index.is_file() else _from_single(folder, single):
+        _add(sources, source, layout)
+    return sources
+
+
+def _from_single(folder: Path, single: Path) -> Iterator[_Source]:
     if not single.is_file():
         raise InputError(_no_weights(folder))
     _refuse_stray(folder, "model*.safetensors", {_SINGLE}, f"{_SINGLE} is the whole checkpoint")
-    sources: dict[str, _Source] = {}
-    for source in _scan(single):
-        _add(sources, source)
-    return sources
+    return _scan(single)
 
 
 def _no_weights(folder: Path) -> str:
@@ -79,10 +90,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{index}: cannot be read as JSON ({error}); {_AGAIN}") from None
+    content = read_json(index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index}: weight_map must map tensors to files; {_AGAIN}")
@@ -93,21 +101,28 @@ def _weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _from_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, _Source]:
+def _from_shards(folder: Path, weight_map: dict[str, str]) -> Iterator[_Source]:
     shards = sorted(set(weight_map.values()))
     _refuse_stray(folder, "*.safetensors", set(shards), f"{_INDEX} does not name it")
-    sources: dict[str, _Source] = {}
+    missing = [shard for shard in shards if not _is_file(folder / shard)]
+    if missing:
+        raise InputError(f"{folder / missing[0]}: missing shard, named by {_INDEX}; {_AGAIN}")
+    found: dict[str, str] = {}
     for shard in shards:
-        if not (folder / shard).is_file():
-            raise InputError(f"{folder / shard}: missing shard, named by {_INDEX}; {_AGAIN}")
         for source in _scan(folder / shard):
-            _add(sources, source)
-    found = {source.tensor: source.path.name for source in sources.values()}
+            yield source
+            found[source.tensor] = shard
     for tensor in sorted(weight_map.keys() | found.keys()):
         if weight_map.get(tensor) != found.get(tensor):
             said, held = weight_map.get(tensor, "no file"), found.get(tensor, "no file")
             raise InputError(f"{folder / _INDEX}: puts {tensor} in {said}, but {held} holds it; {_AGAIN}")
-    return sources
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than the system allows
+        return False
 
 
 def _refuse_stray(folder: Path, pattern: str, used: set[str], reason: str) -> None:
@@ -123,8 +138,8 @@ def _scan(path: Path) -> Iterator[_Source]:
             pass
         with path.open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_size))
-    except (SafetensorError, OSError) as error:
+            header = json.loads(file.read(header_size), object_pairs_hook=once)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged or unreadable ({_one_line(error)}); {_AGAIN}") from None
     for tensor, entry in header.items():
         if tensor != "__metadata__":
@@ -136,10 +151,11 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _add(sources: dict[str, _Source], source: _Source) -> None:
+def _add(sources: dict[str, _Source], source: _Source, layout: Layout) -> None:
     name = source.tensor.removeprefix("model.")
-    if name.endswith("rotary_emb.inv_freq"):
-        return  # old exports carry it; it is computed from the config
+    name = dict(layout.renames).get(name, name)
+    if name in layout.unused or name.endswith("rotary_emb.inv_freq"):
+        return  # old exports carry the frequencies; they are computed from the config
     if name in sources:
         first = sources[name]
         raise InputError(
@@ -148,7 +164,7 @@ def _add(sources: dict[str, _Source], source: _Source) -> None:
     sources[name] = source
 
 
-def _check_names(wanted: dict[str, tuple[int, ...]], sources: dict[str, _Source], folder: Path) -> None:
+def _check_names(wanted: Mapping[str, torch.Tensor], sources: dict[str, _Source], folder: Path) -> None:
     missing = sorted(wanted.keys() - sources.keys())
     if missing:
         hint = " or set tie_word_embeddings in config.json" if missing == ["lm_head.weight"] else ""
@@ -183,10 +199,11 @@ def _chunks(source: _Source) -> Iterator[bytes]:
             yield file.read(min(_COMPARE_BYTES, source.end - begin))
 
 
-def _check_tensor(name: str, shape: tuple[int, ...], source: _Source) -> None:
-    where = f"{source.path}: tensor {source.tensor}"
-    if source.dtype not in _DTYPES:
-        known = ", ".join(_DTYPES)
+def _check_tensor(name: str, tensor: torch.Tensor, source: _Source) -> None:
+    where, shape = f"{source.path}: tensor {source.tensor}", tuple(tensor.shape)
+    dtypes = _DTYPES if tensor.dtype.is_floating_point else _INTEGERS
+    if source.dtype not in dtypes:
+        known = ", ".join(dtypes)
         raise InputError(f"{where} has dtype {source.dtype}; only {known} are read, use the unquantised checkpoint")
     if source.shape == shape:
         return
@@ -198,9 +215,20 @@ def _check_tensor(name: str, shape: tuple[int, ...], source: _Source) -> None:
     raise InputError(f"{where} {reason}; the weights belong to another config")
 
 
+def _cast(source: _Source, module_dtype: torch.dtype, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in `dtype`, or an id table as int32."""
+    tensor = _read(source)
+    if module_dtype.is_floating_point:
+        return tensor.to(dtype)
+    table = tensor.to(module_dtype)
+    if not torch.equal(table.to(tensor.dtype), tensor):
+        raise InputError(f"{source.path}: tensor {source.tensor} has values beyond 32 bits; {_AGAIN}")
+    return table
+
+
 def _read(source: _Source) -> torch.Tensor:
     """The tensor as stored, in memory that torch allocated (64-byte aligned)."""
-    tensor = torch.empty(source.shape, dtype=_DTYPES[source.dtype])
+    tensor = torch.empty(source.shape, dtype=(_DTYPES | _INTEGERS)[source.dtype])
     if math.prod(source.shape) == 0:
         return tensor
     buffer = tensor.view(-1).view(torch.uint8).numpy().data

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_dflash.config import DrafterConfig, TargetConfig
+from torch_dflash.config import ZLAB, DrafterConfig, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config, stated_window
 from torch_dflash.doctor.measure import check_texts, measure, verdict
 from torch_dflash.doctor.report import Model, Report
@@ -50,4 +50,5 @@ def examine(
 
 
 def _model(name: str, folder: Path, config: TargetConfig | DrafterConfig) -> Model:
-    return Model(name, str(folder), stored_dtypes(folder), config)
+    layout = config.layout if isinstance(config, DrafterConfig) else ZLAB
+    return Model(name, str(folder), stored_dtypes(folder, layout), config)

@@ -14,7 +14,7 @@ from torch_dflash.doctor.texts import Text
 from torch_dflash.doctor.variants import Variant
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
-from torch_dflash.reference import attention, draft_visible
+from torch_dflash.reference import attention, best_ids, draft_visible
 
 MAX_BATCH_KEYS = 1 << 14  # context and block positions of one batch of anchors: bounds its memory
 
@@ -54,7 +54,7 @@ def tap(target: Target, text: Text, layers: Iterable[int]) -> Tapped:
 def drafter_of(drafter: Drafter, variant: Variant) -> Drafter:
     """The same weights under the variant's configuration."""
     with torch.device("meta"):
-        module = type(drafter)(variant.config)
+        module = type(drafter)(variant.config, drafter.embed_tokens is not None)
     module.load_state_dict(drafter.state_dict(), assign=True)
     if not variant.inputs.hidden_norm:
         module.add_module("hidden_norm", nn.Identity())
@@ -100,9 +100,10 @@ def _block(
         return attention(q, key, value, visible[:, None]), cache
 
     noise_ids = ids[anchors][:, None].where(places == 0, config.mask_token_id)
-    hidden = drafter(target.embed(noise_ids), block_at, attend, None)
+    embeds = target if drafter.embed_tokens is None else drafter
+    hidden = drafter(embeds.embed(noise_ids), block_at, attend, None)
     labels = torch.cat([ids, ids.new_full((config.block_size,), -1)]).unfold(0, config.block_size, 1)[anchors + 1]
-    return _leading_matches(target, hidden[:, variant.inputs.first_read :], labels[:, :-1])
+    return _leading_matches(target, drafter, hidden[:, variant.inputs.first_read :], labels[:, :-1])
 
 
 def _stands(variant: Variant, anchors: Tensor, length: int) -> Tensor:
@@ -114,14 +115,15 @@ def _stands(variant: Variant, anchors: Tensor, length: int) -> Tensor:
     return torch.cat([stands, block], 1)[:, None]
 
 
-def _leading_matches(target: Target, hidden: Tensor, labels: Tensor) -> Tensor:
-    """int64 [A]: leading j for which the target's head over hidden [A,*,E] gives labels [A,B-1].
+def _leading_matches(target: Target, drafter: Drafter, hidden: Tensor, labels: Tensor) -> Tensor:
+    """int64 [A]: leading j for which the head over hidden [A,*,E] gives labels [A,B-1].
 
     Column by column, and only the rows still alive, since the head costs most.
     """
+    head = target if drafter.lm_head is None else drafter
     matches, alive = torch.zeros(len(labels), dtype=torch.int64), torch.arange(len(labels))
     for column in range(labels.shape[1]):
-        drafts = target.logits(hidden[alive, column]).argmax(-1)
+        drafts = best_ids(drafter, head.logits(hidden[alive, column]))
         alive = alive[drafts == labels[alive, column]]
         if not len(alive):
             break

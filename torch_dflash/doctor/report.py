@@ -104,9 +104,10 @@ def _drafter_lines(report: Report) -> list[str]:
     return [
         f"{report.drafter.name}: {_shape(len(config.layers), config.block)}; {_stored(report.drafter)}",
         f"taps {' '.join(map(str, config.target_layer_ids))} of the target's layers "
-        f"0..{config.num_target_layers - 1}; RoPE {describe_rope(config.rope)}{same}",
+        f"0..{report.target.config.num_layers - 1}; RoPE {describe_rope(config.rope)}{same}",
         f"block_size {config.block_size}; mask id {config.mask_token_id} {report.mask_text or '(no token text)'}",
         f"attention {describe_layers(config.layers)}",
+        f"layout {config.layout.name}",
         f"head {describe_head(report.target.config, config)}",
     ]
 
@@ -133,8 +134,10 @@ def describe_layers(layers: tuple[DraftLayer, ...]) -> str:
 
 def describe_head(target: TargetConfig, drafter: DrafterConfig) -> str:
     """Whose embedding and head turn hidden states into drafts."""
+    if drafter.draft_vocab_size is not None:
+        return f"its own, {drafter.draft_vocab_size} of the target's {target.vocab_size} tokens"
     tied = "tied to its embedding" if target.tie_word_embeddings else "not tied to its embedding"
-    return f"the target's, {tied}; {drafter.vocab_size} tokens"
+    return f"the target's, {tied}; {target.vocab_size} tokens"
 
 
 def _run_lines(run: Run, dtype: str) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch_dflash.config import DefaultRope, DrafterConfig, DraftLayer, Rope, TargetConfig
-from torch_dflash.config_reader import default_target_layer_ids
+from torch_dflash.config_draft import default_target_layer_ids
 
 COMMON_THETAS = (1e4, 1e6)
 COMMON_BLOCK_SIZES = (8, 16)
@@ -58,10 +58,10 @@ def plausible_mistakes(
     `stated_window`: the sliding_window that the drafter's config.json states, in use or not.
     """
     found = [
-        *_taps(drafter),
+        *_taps(target, drafter),
         *_ropes(target, drafter),
         *_layers(drafter, stated_window),
-        *_mask_ids(drafter, tokenizer),
+        *_mask_ids(target, drafter, tokenizer),
         *_block_sizes(drafter),
         *_inputs(drafter),
     ]
@@ -71,8 +71,8 @@ def plausible_mistakes(
     return tuple(unique.values())[1:]
 
 
-def _taps(drafter: DrafterConfig) -> Iterator[Variant]:
-    ids, depth = drafter.target_layer_ids, drafter.num_target_layers
+def _taps(target: TargetConfig, drafter: DrafterConfig) -> Iterator[Variant]:
+    ids, depth = drafter.target_layer_ids, target.num_layers
 
     def shifted(by: int) -> tuple[int, ...]:
         return tuple(min(max(i + by, 0), depth - 1) for i in ids)
@@ -143,7 +143,7 @@ def _layers(drafter: DrafterConfig, stated_window: int | None) -> Iterator[Varia
             yield changed(f"window {stated_window} in all layers, {name}", remedy + str(causal).lower(), **changes)
 
 
-def _mask_ids(drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
+def _mask_ids(target: TargetConfig, drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
     own, named, special = drafter.mask_token_id, dict[int | None, str](), list[int]()
     if tokenizer is not None:
         names = ("eos", "bos", "unk", "pad", "mask")  # of several names the last one counts
@@ -151,7 +151,7 @@ def _mask_ids(drafter: DrafterConfig, tokenizer: Any) -> Iterator[Variant]:
         others = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         special = sorted(others, key=lambda i: abs(i - own))[:MAX_SPECIAL_IDS]
     for token in _unique((*special, *reversed(named), 0, own - 1, own + 1), without={own, None}):
-        if 0 <= token < drafter.vocab_size:
+        if 0 <= token < target.vocab_size:
             name = " ".join(part for part in (str(token), named.get(token, ""), token_text(tokenizer, token)) if part)
             config = replace(drafter, mask_token_id=token)
             yield Variant("mask id", name, config, _set("mask_token_id", token))

@@ -16,6 +16,7 @@ from bridge.positions import block_positions
 from bridge.views import Params, take_rows
 from torch_dflash import propose
 from torch_dflash.config import DrafterConfig
+from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.batches import Batch
@@ -43,7 +44,13 @@ class Candidates:
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
-    """Lower a drafter for training. Its layers must see the whole context and, without causality, their own block."""
+    """Lower a drafter for training. Its layers must see the whole context and, without causality, their own block.
+
+    Raises InputError for one with a head of its own: the loss runs over the target's.
+    """
+    if config.draft_vocab_size is not None:
+        reason = "a drafter with a head of its own cannot be trained"
+        raise InputError(f"drafter draft_vocab_size is {config.draft_vocab_size}; {reason}, use one without")
     assert all(layer.window is None and not layer.causal for layer in config.layers), "only full attention is trained"
     return propose.lower_drafter(module, config)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
-from torch_dflash.config_reader import default_target_layer_ids
+from torch_dflash.config_draft import default_target_layer_ids
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -58,7 +58,7 @@ def warm_start(config: DrafterConfig, target: Target) -> Drafter:
     """A float32 drafter: layers are target layers spread over the upper half, `fc` averages the taps, norms are 1."""
     drafter = Drafter(config)
     _fill_average(drafter.fc.weight, len(config.target_layer_ids))
-    total, count = config.num_target_layers, len(config.layers)
+    total, count = len(target.layers), len(config.layers)
     for index, layer in enumerate(drafter.layers):
         source = target.layers[total - 1 - (count - 1 - index) * max(total // (2 * count), 1)]
         held = {name: tensor.detach().float() for name, tensor in source.state_dict().items()}
