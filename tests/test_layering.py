@@ -17,8 +17,9 @@ LAYERS = (
     ("torch_dflash.weights", "torch_dflash.tokenizer", "torch_dflash.default_model", "torch_dflash.hub"),
     ("torch_dflash.reference", "torch_dflash.state", "torch_dflash.sampling", "torch_dflash.accept"),
     ("torch_dflash.verify", "torch_dflash.propose", "torch_dflash.pair", "torch_dflash.decode"),
-    ("torch_dflash.engine", "torch_dflash.invariants"),
-    ("torch_dflash.api",),
+    ("torch_dflash.options", "torch_dflash.requests", "torch_dflash.memory", "torch_dflash.pace"),
+    ("torch_dflash.device", "torch_dflash.engine", "torch_dflash.invariants"),
+    ("torch_dflash.service", "torch_dflash.api"),
     ("torch_dflash",),  # the package's own names, and what has no line above: commands, training, benchmarks
 )
 FILES = sorted(path for package in ("bridge", "torch_dflash") for path in (ROOT / package).rglob("*.py"))
