@@ -1,24 +1,16 @@
-"""Choosing tokens from logits, function by function, against slow twins: Hugging Face's processors, NumPy loops, and a
-generator written from its definition.
+"""Choosing tokens from logits, function by function, against their slow twins.
 
 Rows differ in everything: options, lengths, positions, tokens. So a wrong row or column has a wrong value.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 import pytest
 import torch
+from sampling_twins import adjusted, choice, filtered, gumbel
 from scipy.stats import chi2
-from transformers import (
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from torch_dflash import sampling
 from torch_dflash.options import GREEDY, Choice, Sampling, row_options
@@ -83,23 +75,6 @@ def with_excluded(rows: int) -> np.ndarray:
     return logits
 
 
-def filters(s: Sampling) -> list:
-    """Hugging Face's, in the order of its `generate`."""
-    asked = [] if s.temperature == 0 else [TemperatureLogitsWarper(float(s.temperature))]
-    asked += [] if s.top_k is None else [TopKLogitsWarper(s.top_k)]
-    return [*asked, TopPLogitsWarper(s.top_p), MinPLogitsWarper(s.min_p)]
-
-
-def filtered(s: Sampling, logits: np.ndarray) -> np.ndarray:
-    """[T,V] with -inf for what is excluded. Of tokens equally likely Hugging Face's top-p keeps any; all are meant."""
-    left = torch.tensor(logits)
-    for apply in filters(s):
-        left = apply(None, left)
-    lowest = torch.where(left.isinf(), torch.inf, left).amin(-1, keepdim=True)
-    everything = torch.tensor(logits) if s.temperature == 0 else torch.tensor(logits) / s.temperature
-    return torch.where(everything >= lowest, everything, -torch.inf).numpy()
-
-
 @pytest.mark.parametrize("make", [random_logits, with_ties, with_excluded])
 def test_filters_keep_what_hugging_face_keeps(make: Callable[[int], np.ndarray]) -> None:
     logits = make(len(FILTERED))
@@ -138,18 +113,6 @@ def texts() -> np.ndarray:
     return ((7 * position + 13 * row + (position % 4 == 3)) % (V // 2)).astype(np.int32)
 
 
-def adjusted(s: Sampling, logits: np.ndarray, known: Sequence[int], prompt_len: int) -> np.ndarray:
-    """[V] of one position, behind the tokens `known`."""
-    logits = logits.copy()
-    for token, value in s.logit_bias.items():
-        logits[token] += np.float32(value)
-    penalise = RepetitionPenaltyLogitsProcessor(float(s.repetition_penalty))
-    logits = penalise(torch.tensor([list(known)]), torch.tensor(logits)[None])[0].numpy()
-    for token, times in Counter(known[prompt_len:]).items():
-        logits[token] -= np.float32(s.frequency_penalty) * times + np.float32(s.presence_penalty)
-    return logits
-
-
 def test_penalties_and_bias_follow_each_position_of_the_block() -> None:
     ids, logits = texts(), random_logits(len(ADJUSTED))
     asked = options(ADJUSTED, PROMPT_LENS)
@@ -171,34 +134,13 @@ def test_logprobs_are_the_targets_own() -> None:
     assert not np.asarray(nothing).any()
 
 
-def threefry(key: Sequence[int], x0: np.ndarray, x1: np.ndarray) -> np.ndarray:
-    """The first word of Threefry-2x32 with 20 rounds, from its paper (Salmon et al. 2011). uint64 holds the carries."""
-    word, keys = 2**32 - 1, (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    x0, x1 = (x0 + keys[0]) & word, (x1 + keys[1]) & word
-    for group in range(5):
-        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
-            x0 = (x0 + x1) & word
-            x1 = ((x1 << by | x1 >> (32 - by)) & word) ^ x0
-        x0, x1 = (x0 + keys[(group + 1) % 3]) & word, (x1 + keys[(group + 2) % 3] + group + 1) & word
-    return x0
-
-
-def gumbel(seed: int, position: int, vocab_size: int = V) -> np.ndarray:
-    """[V]: the noise of one position, in f64."""
-    at = np.full(vocab_size, position, np.uint64), np.arange(vocab_size, dtype=np.uint64)
-    uniform = (threefry((seed % 2**32, seed >> 32), *at) + 0.5) / 2**32
-    return -np.log(-np.log1p(-np.minimum(uniform, 1 - 2.0**-24)))
-
-
 def test_draws_equal_the_twins() -> None:
     """Everything at once, exactly: penalties, temperature, filters and the noise of each position."""
     ids, logits, start = texts(), random_logits(len(DRAWN), 5), STARTS
     token, _ = choose(logits, ids, start, options(DRAWN, PROMPT_LENS))
     for row, t in np.ndindex(len(DRAWN), T):
-        s, known = DRAWN[row], ids[row, : start[row] + t + 1].tolist()
-        left = filtered(s, adjusted(s, logits[row, t], known, PROMPT_LENS[row])[None])[0]
-        noise = gumbel(s.seed, start[row] + t + 1) if s.temperature else 0
-        assert token[row, t] == (left + noise).argmax()
+        known = ids[row, : start[row] + t + 1].tolist()
+        assert token[row, t] == choice(DRAWN[row], logits[row, t], known, PROMPT_LENS[row])
 
 
 def test_a_row_draws_the_same_alone() -> None:
@@ -227,7 +169,7 @@ def noise(seeds: Sequence[int], positions: int, vocab_size: int) -> np.ndarray:
 
 def test_the_noise_is_threefry_of_seed_position_and_token() -> None:
     seeds = (0, 1, 2**32, 2**32 + 1, 2**64 - 1, 123456789012345)
-    expected = [[gumbel(seed, position) for position in range(T)] for seed in seeds]
+    expected = [[gumbel(seed, position, V) for position in range(T)] for seed in seeds]
     np.testing.assert_allclose(noise(seeds, T, V), expected, rtol=2e-5, atol=2e-6)
 
 
