@@ -156,8 +156,8 @@ def _gumbel(seed: Array, position: Array, vocab_size: int) -> Array:
         return threefry_2x32(seed, counters)[: token.size].reshape(width, vocab_size)  # which pairs the two halves
 
     bits = jax.vmap(of_row)(seed, position)
-    # In (0, 1). Small numbers give the large noise that wins, and are as fine as the bits allow; the largest would round
-    # to 1, whose noise is infinite.
+    # In (0, 1). Small numbers give the large noise that wins, and are as fine as the bits allow. The largest would
+    # round to 1, whose noise is infinite.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2**-32, 1 - 2**-24)
     return -jnp.log(-jnp.log1p(-uniform))
 
