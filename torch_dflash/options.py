@@ -24,9 +24,10 @@ class Sampling:
     """How a request's tokens are chosen. The default is greedy.
 
     temperature: 0 is greedy. top_k (None: off), top_p (1: off), min_p (0: off): applied in this order, after the
-    temperature. seed: 0..2**64-1; the same seed gives the same text, with or without drafts, whatever runs beside it;
-    None draws a new one for each request. repetition_penalty (1: off) counts prompt and answer, presence_penalty and
-    frequency_penalty (0: off) the answer. logit_bias: token id -> what is added to its logit, at most 1024 ids.
+    temperature. seed: 0..2**64-1; the same seed gives the same text, with or without drafts, whatever runs beside it,
+    up to rounding, which may differ between batches of other shapes; None draws a new one for each request.
+    repetition_penalty (1: off) counts prompt and answer, presence_penalty and frequency_penalty (0: off) the answer.
+    logit_bias: token id -> what is added to its logit, at most 1024 ids.
     logprobs: give the log-probability of every token under the target's own distribution. Raises InputError.
     """
 
