@@ -3,7 +3,6 @@
 Letters: R rows, n stop ids, m biased ids.
 """
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,10 @@ class Sampling:
     """How a request's tokens are chosen. The default is greedy.
 
     temperature: 0 is greedy. top_k (None: off), top_p (1: off), min_p (0: off): applied in this order, after the
-    temperature. seed: 0..2**64-1; the same seed gives the same text, with or without drafts, whatever runs beside it;
-    None draws a new one for each request. repetition_penalty (1: off) counts prompt and answer, presence_penalty and
-    frequency_penalty (0: off) the answer. logit_bias: token id -> what is added to its logit, at most 1024 ids.
+    temperature. seed: 0..2**64-1; the same seed gives the same text, with or without drafts, whatever runs beside it,
+    up to rounding, which may differ between batches of other shapes; None draws a new one for each request.
+    repetition_penalty (1: off) counts prompt and answer, presence_penalty and frequency_penalty (0: off) the answer.
+    logit_bias: token id -> what is added to its logit, at most 1024 ids.
     logprobs: give the log-probability of every token under the target's own distribution. Raises InputError.
     """
 
@@ -46,16 +46,17 @@ class Sampling:
         _number("temperature", self.temperature, 0, 1e6, "0 is greedy")
         _number("top_p", self.top_p, 0, 1, "1 switches it off", above=True)
         _number("min_p", self.min_p, 0, 1, "0 switches it off")
-        _number("repetition_penalty", self.repetition_penalty, 0, 1e6, "1 switches it off", above=True)
+        _number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "1 switches it off")
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -1e6, 1e6, "0 switches it off")
         if self.top_k is not None:
             checked_integer(self.top_k, "top_k", 1, why="None switches it off")
         if self.seed is not None:
-            checked_integer(self.seed, "seed", 0, 2**64 - 1)
+            object.__setattr__(self, "seed", checked_integer(self.seed, "seed", 0, 2**64 - 1))  # NumPy's are narrow
         if type(self.logprobs) is not bool:
             raise InputError(f"logprobs is {self.logprobs!r}: use True or False; only the chosen token's is given")
         _check_bias(self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # what the caller does to theirs changes nothing
 
     @property
     def is_greedy(self) -> bool:
@@ -73,7 +74,7 @@ class Sampling:
 
 
 def _number(name: str, value: Any, low: float, high: float, hint: str, above: bool = False) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, Real) and not isinstance(value, bool)
     if not number or not low <= value <= high or (above and value == low):
         bounds = f"above {low:g} and at most {high:g}" if above else f"in {low:g}..{high:g}"
         raise InputError(f"{name} is {value!r}: use a number {bounds} ({hint})")

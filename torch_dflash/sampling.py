@@ -18,6 +18,8 @@ from jax.extend.random import threefry_2x32
 
 from bridge.positions import block_positions
 
+LEAST_TOP_P = 1e-30  # far below the largest probability of any vocabulary
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -91,20 +93,22 @@ def adjust(logits: Array, ids: Array, start: Array, options: RowOptions) -> Arra
     """
     width, each = logits.shape[1], jnp.arange(ids.shape[0])[:, None]
     position = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    seen = position <= block_positions(start, width)[:, :, None]
     logits = logits.astype(jnp.float32).at[each, :, options.bias_ids].add(options.bias[:, :, None], mode="drop")
+    block = jnp.take_along_axis(ids, jnp.minimum(block_positions(start, width), ids.shape[1] - 1), axis=1)
+    drafts = jax.nn.one_hot(block, logits.shape[2]).at[:, 0].set(0).cumsum(axis=1)  # the anchor is no draft
 
-    def count(counted: Array) -> Array:  # bool[R,T,N] -> f32[R,T,V]
-        at = each[:, :, None], jnp.arange(width)[:, None], ids[:, None, :]
-        return jnp.zeros_like(logits).at[at].add(counted.astype(jnp.float32), mode="drop")
+    def count(first: Array) -> Array:  # int32[R] -> f32[R,T,V]: each token, at positions from `first` on
+        known = (position >= first[:, None]) & (position <= start[:, None])
+        times = jnp.zeros(logits.shape[::2]).at[each, ids].add(known.astype(jnp.float32), mode="drop")
+        return times[:, None] + drafts
 
     repetition, presence, frequency = (
         value[:, None, None]
         for value in (options.repetition_penalty, options.presence_penalty, options.frequency_penalty)
     )
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(count(seen) > 0, repeated, logits)
-    answered = count(seen & (position >= options.prompt_len[:, None, None]))
+    logits = jnp.where(count(jnp.zeros_like(start)) > 0, repeated, logits)
+    answered = count(options.prompt_len)
     return logits - frequency * answered - presence * (answered > 0)
 
 
@@ -128,7 +132,8 @@ def keep(logits: Array, options: RowOptions) -> Array:
     lowest = _threshold(logits, jnp.ones_like(logits), top_k.astype(jnp.float32))
     logits = jnp.where(logits >= lowest[..., None], logits, -jnp.inf)
     probs = jax.nn.softmax(logits)
-    lowest = _threshold(logits, probs, jnp.where(top_p < 1, top_p, 2))  # 2: more than there is, so all stay
+    # 2: more than there is, so all stay. Never 0, as a tiny top_p may be in f32: the likeliest token stays.
+    lowest = _threshold(logits, probs, jnp.where(top_p < 1, jnp.maximum(top_p, LEAST_TOP_P), 2))
     lowest = jnp.maximum(lowest, logits.max(axis=-1) + jnp.log(min_p))
     return jnp.where(logits >= lowest[..., None], logits, -jnp.inf)
 
@@ -165,8 +170,10 @@ def _gumbel(seed: Array, position: Array, vocab_size: int) -> Array:
         return threefry_2x32(seed, counters)[: token.size].reshape(width, vocab_size)  # which pairs the two halves
 
     bits = jax.vmap(of_row)(seed, position)
-    uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2**-24  # in (0, 1), both ends excluded
-    return -jnp.log(-jnp.log(uniform))
+    # In (0, 1). Small numbers give the large noise that wins, and are as fine as the bits allow. The largest would
+    # round to 1, whose noise is infinite.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2**-32, 1 - 2**-24)
+    return -jnp.log(-jnp.log1p(-uniform))
 
 
 def _logprobs(logits: Array, token: Array) -> Array:
