@@ -21,7 +21,7 @@ from torch_dflash.models.target import Target
 from torch_dflash.pace import Steady
 from torch_dflash.pair import load_drafter, load_target
 from torch_dflash.requests import Request, Run
-from torch_dflash.sampling import choose_greedily
+from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -144,7 +144,8 @@ def run_engine(
     after_step: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Run]:
     """All requests through one engine, in their order; `after_step` looks at it after every dispatch."""
-    engine = Engine(pair, Steady(proposer), capacity, max_steps, choose_greedily)
+    chosen = choose_greedily if all(request.sampling.is_greedy for request in requests) else choose
+    engine = Engine(pair, Steady(proposer), capacity, max_steps, chosen)
     runs = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()

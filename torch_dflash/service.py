@@ -60,6 +60,8 @@ def make_request(
     limit = pair.target.config.context_limit
     if len(ids) >= limit:
         raise InputError(f"prompt has {len(ids)} tokens and the target's context {limit}: shorten it")
+    if not isinstance(sampling, Sampling):
+        raise InputError(f"sampling is {sampling!r}: give a Sampling")
     sampling.check_ids(pair.target.config.vocab_size)
     stop_ids = stop_ids_of(pair) if stop_ids is None else stop_ids
     return Request(index, tuple(ids), min(budget, limit - len(ids)), stop_ids, sampling, checked_stop(pair, stop))
