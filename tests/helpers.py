@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch_dflash import Pair, load_pair
 from torch_dflash.config import DrafterConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
+from torch_dflash.device import Device
 from torch_dflash.engine import Engine
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -143,7 +144,7 @@ def run_engine(
     after_step: Callable[[Engine], None] = lambda engine: None,
 ) -> list[Run]:
     """All requests through one engine, in their order; `after_step` looks at it after every dispatch."""
-    engine = Engine(pair, Steady(proposer), capacity, max_steps)
+    engine = Engine(Device(pair, [proposer], capacity, max_steps), Steady(proposer))
     runs = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()

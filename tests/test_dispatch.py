@@ -14,6 +14,7 @@ from helpers import Loaded, prompt_of
 from bridge.platform import to_storage
 from torch_dflash import generate
 from torch_dflash.decode import decode_program, prefill_program
+from torch_dflash.device import Device
 from torch_dflash.engine import Engine
 from torch_dflash.invariants import check_invariants
 from torch_dflash.options import NOTHING, row_options
@@ -44,7 +45,7 @@ def compilations() -> Iterator[list[str]]:
 
 def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:
     pace = Steady(tiny.pair.proposer("dflash", None))
-    engine = Engine(tiny.pair, pace, Capacity.whole(4, pages_per_row, 16), steps)
+    engine = Engine(Device(tiny.pair, pace.proposers, Capacity.whole(4, pages_per_row, 16), steps), pace)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), 9, ()))
     return engine

@@ -16,9 +16,8 @@ from torch_dflash.invariants import check_invariants
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
-from torch_dflash.pair import Pair
 from torch_dflash.requests import Request, Run
-from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.state import Chunk, Round
 from torch_dflash.tokenizer import TextPieces
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
@@ -32,15 +31,15 @@ class Engine:
 
     Rows differ in length, accept count and finish time; a free row takes the next request, first come, first served.
     A request gets its row when all pages that it may need are free, so one that runs is never short of pages, and one
-    that waits will run. A dispatch has the active rows only, padded to a power of two. Raises InputError when the
-    device's memory cannot hold the capacity.
+    that waits will run. A dispatch has the active rows only, padded to a power of two.
     """
 
-    def __init__(self, pair: Pair, pace: Pace, capacity: Capacity, max_steps: int) -> None:
-        self.pair = pair
+    def __init__(self, device: Device, pace: Pace) -> None:
+        """The device must have been made for the pace's proposers."""
+        self.device = device
         self.pace = pace
-        self.capacity = capacity
-        self.device = Device(pair, pace.proposers, capacity, max_steps)
+        self.pair = device.pair
+        self.capacity = capacity = device.capacity
         self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Run] = deque()

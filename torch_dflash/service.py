@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.positions import pages_for, power_of_two
+from torch_dflash.device import Device
 from torch_dflash.engine import PAGE_SIZE, Engine, positions_needed
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.options import GREEDY, Sampling
@@ -103,7 +104,8 @@ def open_engine(
         why = f"{length} positions of context need {whole.pages_per_row} and the NULL page"
         least = whole.pages_per_row + 1
         whole = replace(whole, num_pages=checked_integer(num_pages, "num_pages", least, why=why))
-    engine = Engine(pair, pace, whole, checked_integer(steps_per_dispatch, "steps_per_dispatch", 1))
+    steps = checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
+    engine = Engine(Device(pair, pace.proposers, whole, steps), pace)
     engine.device.num_stop_ids = max(STOP_IDS, power_of_two(len(stop_ids_of(pair))))
     engine.warm_up_all()
     return engine
@@ -117,4 +119,4 @@ def engine_for(pair: Pair, pace: Pace, requests: list[Request], most_rows: int, 
     pages_per_row = min(power_of_two(pages_for(longest, PAGE_SIZE)), pages_for(limit, PAGE_SIZE))
     rows = min(power_of_two(len(requests)), most_rows)
     steps = min(steps, power_of_two(max(r.max_new_tokens for r in requests)))
-    return Engine(pair, pace, Capacity.whole(rows, pages_per_row, PAGE_SIZE), steps)
+    return Engine(Device(pair, pace.proposers, Capacity.whole(rows, pages_per_row, PAGE_SIZE), steps), pace)
