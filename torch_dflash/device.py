@@ -63,8 +63,8 @@ class Device:
     def decode(
         self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
     ) -> tuple[Round, int]:
-        """Up to num_steps rounds of `rows`, a row R standing for none; the one place where the host waits for the
-        device while decoding. Returns the rounds, fields [max_steps,r,...], and their count."""
+        """Up to num_steps rounds of `rows`, a row R standing for none; waits for the result. Returns the rounds, fields
+        [max_steps,r,...], and their count."""
         self.state, rounds, count = decode_program()(
             self.pair.target,
             proposer,
@@ -78,6 +78,10 @@ class Device:
         )
         rounds, count = jax.device_get((rounds, count))
         return rounds, int(count)
+
+    def wait(self) -> None:
+        """Until all that was sent before is done."""
+        jax.block_until_ready(self.state)
 
     def _options(self, choices: Sequence[Choice]) -> RowOptions:
         return row_options(choices, self.num_stop_ids, self.num_biased)

@@ -18,6 +18,7 @@ from torch_dflash.tokenizer import Prompt, encode_prompt, eos_ids
 MAX_ROWS = 8
 STEPS_PER_DISPATCH = 8
 STOP_IDS = 8  # of a request, before an open engine must compile again
+BIASED_IDS = 8  # likewise
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> tuple[int, ...]:
@@ -87,7 +88,8 @@ def open_engine(
     num_drafts: int | str | None = None,
     steps_per_dispatch: int = STEPS_PER_DISPATCH,
 ) -> Engine:
-    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`. Warm, nothing is compiled later.
+    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`. Warm: nothing is compiled later,
+    unless a request has more than 8 stop ids (the model's own included) or biased ids.
 
     rows: requests at a time. context: positions that one request may fill, prompt and answer; the target's limit by
     default. num_pages: pages of K/V memory, shared by all rows; enough for all of them at their longest by default,
@@ -107,6 +109,7 @@ def open_engine(
     steps = checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
     engine = Engine(Device(pair, pace.proposers, whole, steps), pace)
     engine.device.num_stop_ids = max(STOP_IDS, power_of_two(len(stop_ids_of(pair))))
+    engine.device.num_biased = BIASED_IDS
     engine.warm_up_all()
     return engine
 
