@@ -4,11 +4,13 @@ import functools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from safetensors.torch import save_file
 
@@ -24,6 +26,7 @@ from torch_dflash.pair import load_drafter, load_target
 from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity
 
+COMPILED = "/jax/core/compile/backend_compile_duration"
 GOLDEN = Path(__file__).parent / "golden"
 BYTES_PAIR = Path(__file__).parent.parent / "torch_dflash" / "data" / "bytes-pair"
 
@@ -150,3 +153,19 @@ def run_engine(
         engine.step()
         after_step(engine)
     return runs
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of the compilations inside the block."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if event == COMPILED:
+            seen.append(str(details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -206,20 +206,20 @@ class Alone:
 
 
 def device_engine(tiny: Loaded, rows: int) -> Engine:
-    """On the real device, with pages for about three requests at a time. The tokenizer makes bytes of the ids."""
+    """On the real device, with pages for two or three long requests at a time. The tokenizer makes bytes of the ids."""
     pair = replace(tiny.pair, tokenizer=load_tokenizer(BYTES_PAIR / "target"))
     proposer = pair.proposer("dflash", None)
-    device = Observed(pair, [proposer], Capacity(rows, 7, 8, 2 * rows + 4), 3)
+    device = Observed(pair, [proposer], Capacity(rows, 10, 4, 12 + 2 * rows), 3)
     device.num_stop_ids = 2
     return Engine(device, Steady(proposer))
 
 
 def device_schedule(source: random.Random) -> list[Arrival]:
-    """Requests to the tiny pair. Few different prompts, budgets up to 20, some drawn."""
+    """Requests to the tiny pair. Few different prompts, budgets up to 20, some drawn; one width of prompts."""
     arrivals = []
     for index in range(source.randint(1, 8)):
-        length, tail = source.choice([3, 8, 9, 17, 26, 31]), source.choice([(), (7,)])
-        prompt = (*prompt_of(40, seed=source.randint(0, 1))[:length], *tail)
+        length, tail = source.choice([3, 5, 8, 11, 15]), source.choice([(), (7,)])
+        prompt = (*prompt_of(15, seed=source.randint(0, 1))[:length], *tail)
         stop_ids = tuple(source.sample(range(12), source.randint(1, 2))) if source.random() < 0.2 else ()
         stop_strings = ("".join(chr(source.randint(1, 11)) for _ in range(2)),) if source.random() < 0.3 else ()
         sampling = Sampling(temperature=0.8, seed=source.randint(0, 1)) if source.random() < 0.2 else GREEDY

@@ -9,18 +9,21 @@ import functools
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+from helpers import golden_pair
 from schedules import check_dispatch
 
 from bridge.context import ContextBuffer
 from bridge.pages import NULL_PAGE, PageAllocator
 from bridge.positions import power_of_two
+from torch_dflash.engine import Engine
 from torch_dflash.options import NOTHING, Choice
+from torch_dflash.pace import Pace, Steady
 from torch_dflash.pair import Pair
-from torch_dflash.propose import Proposer
+from torch_dflash.propose import Plain, Proposer
 from torch_dflash.state import Capacity, Chunk, DecodeState, DraftState, Round
 
 LETTERS = [letter.encode() for letter in ("a", "b", "c", "é", "你")]
@@ -56,11 +59,16 @@ class Told:
 def told(prompt: tuple[int, ...]) -> Told:
     """A text that begins with the prompt, another one for each prompt."""
     source = random.Random(hash(prompt))
-    ids = prompt + spell(source, LONGEST_ANSWER + 10)
-    keys = list(itertools.accumulate(ids, lambda key, token: abs(hash((key, token))) + 1, initial=0))[1:]
     share = source.choice([0.0, 0.2, 0.5, 1.0])
-    wrong = frozenset(p for p in range(len(ids)) if source.random() < share)
-    return Told(ids, np.array(keys, np.int64), wrong)
+    answer = spell(source, LONGEST_ANSWER + 10)
+    return tell(prompt, answer, [p for p in range(len(answer)) if source.random() < share])
+
+
+def tell(prompt: tuple[int, ...], answer: Sequence[int], wrong: Sequence[int] = ()) -> Told:
+    """A prompt and its answer; `wrong` counts from the answer's beginning."""
+    ids = (*prompt, *answer)
+    keys = list(itertools.accumulate(ids, lambda key, token: abs(hash((key, token))) + 1, initial=0))[1:]
+    return Told(ids, np.array(keys, np.int64), frozenset(len(prompt) + p for p in wrong))
 
 
 class StandIn:
@@ -68,8 +76,16 @@ class StandIn:
 
     pages: PageAllocator
 
-    def __init__(self, pair: Pair, proposers: Sequence[Proposer], capacity: Capacity, max_steps: int) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        proposers: Sequence[Proposer],
+        capacity: Capacity,
+        max_steps: int,
+        told: Callable[[tuple[int, ...]], Told] = told,
+    ) -> None:
         self.pair, self.proposers, self.capacity, self.max_steps = pair, proposers, capacity, max_steps
+        self.told = told
         self.num_stop_ids = self.num_biased = 1
         self.target_memory, self.draft_memory = (
             np.zeros((capacity.num_pages, capacity.page_size), np.int64) for _ in range(2)
@@ -82,6 +98,7 @@ class StandIn:
         self.choices = [NOTHING] * rows
         self.under_way = False
         self.seen = Counter[str]()
+        self.widths: list[int] = []  # rows of each dispatch
 
     def wait(self) -> None:
         self.under_way = False
@@ -89,7 +106,7 @@ class StandIn:
     def prefill(
         self, row: int, table: np.ndarray, choice: Choice, prompt: tuple[int, ...], start: int, chunk: Chunk
     ) -> tuple[np.ndarray, np.ndarray]:
-        text, length, state = told(prompt), int(chunk.num_new[0]), self.state
+        text, length, state = self.told(prompt), int(chunk.num_new[0]), self.state
         end = start + length
         assert chunk.ids.shape == (1, power_of_two(length, 16)) and length <= 256
         assert chunk.ids[0, :length].tolist() == list(prompt[start:end])
@@ -113,7 +130,7 @@ class StandIn:
         self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
     ) -> tuple[Round, int]:
         assert not self.under_way, "a chunk's time would count as the dispatch's"
-        self.seen["dispatches"] += 1
+        self.widths.append(len(rows))
         check_dispatch(rows, tables, self.capacity)
         active = [row for row in rows if row < self.capacity.rows]
         assert (self.state.budget[active] > 0).all(), "a finished row takes part"
@@ -138,7 +155,7 @@ class StandIn:
         return rounds, count
 
     def _round(self, row: int, table: np.ndarray, num_drafts: int, rounds: Round, at: tuple[int, int]) -> None:
-        state, text, start = self.state, told(self.prompts[row]), int(self.state.committed_len[row])
+        state, text, start = self.state, self.told(self.prompts[row]), int(self.state.committed_len[row])
         pending = int(state.draft.draft_len[row])
         self._write(self.draft_memory, row, table, pending, text.keys[pending:start])
         state.draft.draft_len[row] = start
@@ -174,6 +191,27 @@ class StandIn:
             assert page in self.pages._owned[row] and self.pages._users[page] == 1, "another row's page is written"
             assert page not in self.pages._key_of, "a page that others may look for is written"
         memory[pages, position % self.capacity.page_size] = keys
+
+
+@functools.cache
+def limited(context_limit: int) -> Pair:
+    """A pair with a tokenizer of bytes and so much context."""
+    pair = golden_pair("trained-bytes")
+    return replace(pair, target=replace(pair.target, config=replace(pair.target.config, context_limit=context_limit)))
+
+
+def stand_in_engine(
+    capacity: Capacity,
+    context_limit: int,
+    max_steps: int = 2,
+    pace: Pace = Steady(Plain(num_drafts=3)),  # noqa: B008  (a value)
+    told: Callable[[tuple[int, ...]], Told] = told,
+) -> Engine:
+    """An engine on a stand-in."""
+    device = StandIn(limited(context_limit), pace.proposers, capacity, max_steps, told)
+    engine = Engine(device, pace)  # type: ignore[arg-type]
+    device.pages = engine.pages
+    return engine
 
 
 def _zeros(rows: int) -> np.ndarray:

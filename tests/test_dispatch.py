@@ -1,15 +1,12 @@
 """What a dispatch may do to the device: no compilation, no copy of the state, no talk with the host, no stray write."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Loaded, prompt_of
+from helpers import Loaded, compilations, prompt_of
 
 from bridge.platform import to_storage
 from torch_dflash import generate
@@ -24,23 +21,6 @@ from torch_dflash.state import Capacity, Chunk, DecodeState
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
 POISON = 1e4
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of the compilations inside the block."""
-    seen: list[str] = []
-
-    def listen(event: str, seconds: float, **details: Any) -> None:
-        if event == COMPILED:
-            seen.append(str(details))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:

@@ -1,23 +1,20 @@
 """Random schedules: each row equals its single run, whatever comes, waits, is cancelled and goes beside it."""
 
-import functools
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
-from helpers import Loaded, golden_pair
+from helpers import Loaded
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from schedules import Alone, Arrival, check_answer, cut, device_engine, device_schedule, play, times
-from stand_in import LONGEST_ANSWER, StandIn, spell, told
+from stand_in import LONGEST_ANSWER, spell, stand_in_engine, told
 
 from bridge.positions import pages_for
 from torch_dflash.engine import Engine
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.pace import Adaptive, Pace, Steady
-from torch_dflash.pair import Pair
 from torch_dflash.propose import Plain
 from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity
@@ -36,13 +33,6 @@ def invariants() -> Iterator[None]:
         yield
 
 
-@functools.cache
-def limited(context_limit: int) -> Pair:
-    """A pair with a tokenizer of bytes and so much context."""
-    pair = golden_pair("trained-bytes")
-    return replace(pair, target=replace(pair.target, config=replace(pair.target.config, context_limit=context_limit)))
-
-
 def random_engine(source: random.Random) -> Engine:
     """On the stand-in: any number of rows, pages from just enough for one to plenty, any proposers."""
     page_size, limit = (64, 1024) if source.random() < 0.15 else (source.choice([4, 8]), 50)
@@ -52,10 +42,7 @@ def random_engine(source: random.Random) -> Engine:
     pace: Pace = Steady(Plain(num_drafts=k))
     if k == 4 and source.random() < 0.5:
         pace = Adaptive((Plain(num_drafts=4), Plain(num_drafts=2), Plain()))
-    device = StandIn(limited(limit), pace.proposers, capacity, source.randint(1, 4))
-    engine = Engine(device, pace)
-    device.pages = engine.pages
-    return engine
+    return stand_in_engine(capacity, limit, source.randint(1, 4), pace)
 
 
 def random_request(source: random.Random, index: int, limit: int) -> Request:
@@ -113,7 +100,7 @@ def test_schedules_on_the_stand_in() -> None:
 
 def test_schedules_on_the_device(tiny: Loaded) -> None:
     """Two engines, used again and again: rows, pages and what is remembered come from other schedules."""
-    engines, alone, seen = [device_engine(tiny, rows) for rows in (3, 8)], Alone(tiny), Counter[str]()
+    engines, alone, seen = [device_engine(tiny, rows) for rows in (1, 6)], Alone(tiny), Counter[str]()
 
     @settings(QUIET, max_examples=300)
     @given(RANDOM)
@@ -128,9 +115,8 @@ def test_schedules_on_the_device(tiny: Loaded) -> None:
     one()
     for engine in engines:
         seen.update(engine.device.seen)
-    print(dict(seen))
     assert min(seen[name] for name in ("stop", "length", "cancelled", "prefix hits", "waits for pages")) > 100, seen
-    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 3, 4, 8)) > 20, seen
+    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 4, 6)) > 4, seen
 
 
 def clear(engine: Engine) -> None:

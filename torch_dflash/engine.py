@@ -92,11 +92,13 @@ class Engine:
             raise InputError("stream needs a tokenizer, and the target has none: use submit and step for token ids")
         run, seen, pieces = self.submit(request), 0, TextPieces(self.pair.tokenizer, request.stop_strings)
         try:
-            while run.finish_reason is None:
-                self.step()
-                if piece := pieces.feed(run.token_ids[seen:]):
+            while run.finish_reason is None or seen < len(run.token_ids):
+                if seen == len(run.token_ids):
+                    self.step()
+                new = run.token_ids[seen:]  # while the caller has a piece, other streams take steps
+                seen += len(new)
+                if piece := pieces.feed(new):
                     yield piece
-                seen = len(run.token_ids)
             if piece := pieces.finish():
                 yield piece
         finally:
@@ -208,7 +210,8 @@ class Engine:
 
     def warm_up_all(self) -> None:
         """Compile what any request may need."""
-        self._warm_up(set(WIDTHS), self.capacity.rows)
+        longest = power_of_two(self.capacity.slots_per_row, SMALLEST_CHUNK)
+        self._warm_up({width for width in WIDTHS if width <= longest}, self.capacity.rows)
 
     def _warm_up(self, widths: set[int], most_rows: int) -> None:
         for width in sorted(widths):
