@@ -102,9 +102,10 @@ def test_schedules_on_the_device(tiny: Loaded) -> None:
     """Two engines, used again and again: rows, pages and what is remembered come from other schedules."""
     engines, alone, seen = [device_engine(tiny, rows) for rows in (1, 6)], Alone(tiny), Counter[str]()
 
-    @settings(QUIET, max_examples=300)
-    @given(RANDOM)
-    def one(source: random.Random) -> None:
+    @settings(QUIET, max_examples=200)
+    @given(st.integers(0, 2**32 - 1))  # seeds: schedules that hypothesis draws piece by piece are mostly short ones
+    def one(seed: int) -> None:
+        source = random.Random(seed)
         engine, arrivals = source.choice(engines), device_schedule(source)
         note(f"{engine.capacity}\n" + "\n".join(map(str, arrivals)))
         clear(engine)
@@ -115,8 +116,8 @@ def test_schedules_on_the_device(tiny: Loaded) -> None:
     one()
     for engine in engines:
         seen.update(engine.device.seen)
-    assert min(seen[name] for name in ("stop", "length", "cancelled", "prefix hits", "waits for pages")) > 100, seen
-    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 4, 6)) > 4, seen
+    assert min(seen[name] for name in ("stop", "length", "cancelled", "prefix hits", "waits for pages")) > 30, seen
+    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 4, 6)) > 5, seen
 
 
 def clear(engine: Engine) -> None:
