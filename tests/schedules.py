@@ -36,7 +36,7 @@ class Arrival:
 
 def times(source: random.Random) -> tuple[int, int | None]:
     """When a request comes and when it is cancelled, if it is."""
-    at = source.randint(0, 12)
+    at = source.choice([0, source.randint(0, 12)])
     return at, at + source.randint(0, 12) if source.random() < 0.2 else None
 
 
@@ -206,10 +206,10 @@ class Alone:
 
 
 def device_engine(tiny: Loaded, rows: int) -> Engine:
-    """On the real device, with pages for two or three long requests at a time. The tokenizer makes bytes of the ids."""
+    """On the real device, with pages for less than half of the rows at their longest. The tokenizer makes bytes of the ids."""
     pair = replace(tiny.pair, tokenizer=load_tokenizer(BYTES_PAIR / "target"))
     proposer = pair.proposer("dflash", None)
-    device = Observed(pair, [proposer], Capacity(rows, 10, 4, 12 + 2 * rows), 3)
+    device = Observed(pair, [proposer], Capacity(rows, 10, 4, max(11, 4 + 4 * rows)), 3)
     device.num_stop_ids = 2
     return Engine(device, Steady(proposer))
 
@@ -217,7 +217,7 @@ def device_engine(tiny: Loaded, rows: int) -> Engine:
 def device_schedule(source: random.Random) -> list[Arrival]:
     """Requests to the tiny pair. Few different prompts, budgets up to 20, some drawn; one width of prompts."""
     arrivals = []
-    for index in range(source.randint(1, 8)):
+    for index in range(source.randint(1, 10)):
         length, tail = source.choice([3, 5, 8, 11, 15]), source.choice([(), (7,)])
         prompt = (*prompt_of(15, seed=source.randint(0, 1))[:length], *tail)
         stop_ids = tuple(source.sample(range(12), source.randint(1, 2))) if source.random() < 0.2 else ()

@@ -64,7 +64,7 @@ def test_a_change_of_the_texts_is_noticed() -> None:
 def test_numbers_of_rows_are_measured_apart() -> None:
     """Few rows: verifying is cheap. Many: it is not."""
     pace = Adaptive((FULL, NONE))
-    few, many = {FULL: 1.0, NONE: 1.0}, {FULL: 6.0, NONE: 1.0}
+    few, many = {FULL: 1.0, NONE: 1.0}, {FULL: 60.0, NONE: 1.0}
     drive(pace, 1, few, [3], 20)
     drive(pace, 8, many, [3] * 8, 20)
     assert share(drive(pace, 1, few, [3], 50))[FULL] > 0.8

@@ -116,8 +116,8 @@ def test_schedules_on_the_device(tiny: Loaded) -> None:
     one()
     for engine in engines:
         seen.update(engine.device.seen)
-    assert min(seen[name] for name in ("stop", "length", "cancelled", "prefix hits", "waits for pages")) > 30, seen
-    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 4, 6)) > 5, seen
+    assert min(seen[name] for name in ("stop", "length", "cancelled", "prefix hits", "waits for pages")) > 10, seen
+    assert min(seen[f"dispatches of {rows}"] for rows in (1, 2, 4, 6)) > 2, seen
 
 
 def clear(engine: Engine) -> None:

@@ -10,7 +10,7 @@ from torch_dflash.device import Device
 from torch_dflash.memory import MemoryPlan, check_fits, device_memory, plan_memory
 from torch_dflash.options import Sampling
 from torch_dflash.requests import Request
-from torch_dflash.service import BIASED_IDS, STOP_IDS, make_request, open_engine
+from torch_dflash.service import BIASED_IDS, STOP_IDS, open_engine
 from torch_dflash.state import Capacity
 
 LONG = prompt_of(300)
@@ -73,13 +73,6 @@ def test_the_memory_line_by_example() -> None:
         check_fits(short, Capacity.whole(8, 4, 16))
     advice = "the device has 13.00 GB: lower rows, pages or context"
     assert str(refused.value) == f"{shown} need 13.00 GB ({listed}), {advice}"
-
-
-def test_no_tokens_are_an_answer(tiny: Loaded) -> None:
-    """Without a device's work: the run is finished when it is submitted."""
-    engine = Device(tiny.pair, [tiny.pair.proposer("dflash", None)], Capacity.whole(1, 1, 64), 1)
-    assert make_request(tiny.pair, [1, 2], 0).max_new_tokens == 0
-    assert engine.pair is tiny.pair
 
 
 @pytest.fixture(scope="module")
