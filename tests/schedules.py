@@ -206,7 +206,8 @@ class Alone:
 
 
 def device_engine(tiny: Loaded, rows: int) -> Engine:
-    """On the real device, with pages for less than half of the rows at their longest. The tokenizer makes bytes of the ids."""
+    """On the real device, with pages for less than half of the rows at their longest. Its tokenizer makes bytes of
+    ids."""
     pair = replace(tiny.pair, tokenizer=load_tokenizer(BYTES_PAIR / "target"))
     proposer = pair.proposer("dflash", None)
     device = Observed(pair, [proposer], Capacity(rows, 10, 4, max(11, 4 + 4 * rows)), 3)
