@@ -4,17 +4,20 @@ import functools
 import json
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 from safetensors.torch import save_file
 
 from torch_dflash import Pair, load_pair
 from torch_dflash.config import DrafterConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
+from torch_dflash.device import Device
 from torch_dflash.engine import Engine
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -24,6 +27,7 @@ from torch_dflash.requests import Request, Run
 from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity
 
+COMPILED = "/jax/core/compile/backend_compile_duration"
 GOLDEN = Path(__file__).parent / "golden"
 BYTES_PAIR = Path(__file__).parent.parent / "torch_dflash" / "data" / "bytes-pair"
 
@@ -145,9 +149,25 @@ def run_engine(
 ) -> list[Run]:
     """All requests through one engine, in their order; `after_step` looks at it after every dispatch."""
     chosen = choose_greedily if all(request.sampling.is_greedy for request in requests) else choose
-    engine = Engine(pair, Steady(proposer), capacity, max_steps, chosen)
+    engine = Engine(Device(pair, [proposer], capacity, max_steps, chosen), Steady(proposer))
     runs = [engine.submit(request) for request in requests]
     while not engine.idle:
         engine.step()
         after_step(engine)
     return runs
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Names of the compilations inside the block."""
+    seen: list[str] = []
+
+    def listen(event: str, seconds: float, **details: Any) -> None:
+        if event == COMPILED:
+            seen.append(str(details))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

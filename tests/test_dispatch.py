@@ -1,19 +1,17 @@
 """What a dispatch may do to the device: no compilation, no copy of the state, no talk with the host, no stray write."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import Loaded, prompt_of
+from helpers import Loaded, compilations, prompt_of
 
 from bridge.platform import to_storage
 from torch_dflash import generate
 from torch_dflash.decode import decode_program, prefill_program
+from torch_dflash.device import Device
 from torch_dflash.engine import Engine
 from torch_dflash.invariants import check_invariants
 from torch_dflash.options import NOTHING, row_options
@@ -24,28 +22,12 @@ from torch_dflash.state import Capacity, Chunk, DecodeState
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
 POISON = 1e4
-COMPILED = "/jax/core/compile/backend_compile_duration"
-
-
-@contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Names of the compilations inside the block."""
-    seen: list[str] = []
-
-    def listen(event: str, seconds: float, **details: Any) -> None:
-        if event == COMPILED:
-            seen.append(str(details))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def engine_with(tiny: Loaded, prompts: list[list[int]] = PROMPTS, pages_per_row: int = 2, steps: int = 2) -> Engine:
     pace = Steady(tiny.pair.proposer("dflash", None))
-    engine = Engine(tiny.pair, pace, Capacity.whole(4, pages_per_row, 16, finer_by=4), steps, choose_greedily)
+    capacity = Capacity.whole(4, pages_per_row, 16, finer_by=4)
+    engine = Engine(Device(tiny.pair, pace.proposers, capacity, steps, choose_greedily), pace)
     for index, prompt in enumerate(prompts):
         engine.submit(Request(index, tuple(prompt), 9, ()))
     return engine

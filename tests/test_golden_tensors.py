@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_dflash import reference
 from torch_dflash.config import DrafterConfig, DraftLayer, TargetConfig
+from torch_dflash.device import Device
 from torch_dflash.engine import Engine
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -140,7 +141,8 @@ def test_draft_cache_of_the_running_engine() -> None:
     name = "qwen3-gqa"
     tensors, data = load_file(GOLDEN / name / "golden.safetensors"), golden_data(name)
     pair = golden_pair(name)
-    engine = Engine(pair, Steady(pair.proposer("dflash", None)), Capacity.whole(1, 1, 64), 1, choose_greedily)
+    proposer = pair.proposer("dflash", None)
+    engine = Engine(Device(pair, [proposer], Capacity.whole(1, 1, 64), 1, choose_greedily), Steady(proposer))
     engine.submit(Request(0, tuple(data["prompts"][1]["prompt_ids"]), 48, ()))
     engine.step()  # prefill
     for k in range(2):

@@ -1,6 +1,7 @@
 """Prompts in, text out: refusals at the door, and streamed pieces that join to exactly the decoded text."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,8 +47,10 @@ def sentencepiece() -> PreTrainedTokenizerBase:
     )
 
 
-def pieces_of(tokenizer: PreTrainedTokenizerBase, ids: list[int], cut: random.Random) -> list[str]:
-    stream, pieces, start = TextPieces(tokenizer), [], 0
+def pieces_of(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], cut: random.Random, stops: Sequence[str] = ()
+) -> list[str]:
+    stream, pieces, start = TextPieces(tokenizer, stops), [], 0
     while start < len(ids):
         end = start + cut.randrange(1, 5)
         pieces.append(stream.feed(ids[start:end]))
@@ -208,3 +211,28 @@ def test_a_damaged_tokenizer_is_one_line(content: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="tokenizer cannot be loaded") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
+def test_a_stop_string_is_found_however_its_letters_come(name: str, request: pytest.FixtureRequest) -> None:
+    """Stop strings longer than what has come of them, that overlap, that begin and do not go on."""
+    tokenizer, rng = request.getfixturevalue(name), random.Random(2)
+    stopped = 0
+    for _ in range(600):
+        text = "".join(rng.choices("abé", k=rng.randrange(1, 16)))
+        stops = ["".join(rng.choices("abé", k=rng.randrange(1, 7))) for _ in range(rng.randrange(1, 4))]
+        ids = tokenizer("a" + text, add_special_tokens=False)["input_ids"][1:]
+        ends = [n for n in range(len(text) + 1) if any(text[:n].endswith(stop) for stop in stops)]
+        known = text[: ends[0]] if ends else text
+        expected = known[: min(known.find(stop) for stop in stops if stop in known)] if ends else text
+        pieces = TextPieces(tokenizer, stops)
+        joined, last = "", 0
+        for last in range(1, len(ids) + 1):
+            joined += pieces.feed([ids[last - 1]])
+            if pieces.stopped:
+                break
+        assert pieces.stopped == bool(ends) or name == "sentencepiece"
+        assert joined + pieces.finish() == expected
+        assert "".join(pieces_of(tokenizer, ids[:last], rng, stops)) == expected
+        stopped += pieces.stopped
+    assert 100 < stopped < 500

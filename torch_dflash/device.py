@@ -15,7 +15,7 @@ from torch_dflash.memory import check_fits, plan_memory
 from torch_dflash.options import NOTHING, Choice, row_options
 from torch_dflash.pair import Pair, timed
 from torch_dflash.propose import Proposer
-from torch_dflash.sampling import Choose, RowOptions
+from torch_dflash.sampling import Choose, RowOptions, choose
 from torch_dflash.state import Capacity, Chunk, Round
 
 log = logging.getLogger("torch_dflash")
@@ -29,7 +29,12 @@ class Device:
     """
 
     def __init__(
-        self, pair: Pair, proposers: Sequence[Proposer], choose: Choose, capacity: Capacity, max_steps: int
+        self,
+        pair: Pair,
+        proposers: Sequence[Proposer],
+        capacity: Capacity,
+        max_steps: int,
+        choose: Choose = choose,
     ) -> None:
         self.pair = pair
         self.proposers = proposers
@@ -67,8 +72,8 @@ class Device:
     def decode(
         self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
     ) -> tuple[Round, int]:
-        """Up to num_steps rounds of `rows`, a row R standing for none; the one place where the host waits for the
-        device while decoding. Returns the rounds, fields [max_steps,r,...], and their count."""
+        """Up to num_steps rounds of `rows`, a row R standing for none; waits for the result. Returns the rounds, fields
+        [max_steps,r,...], and their count."""
         self.state, rounds, count = decode_program()(
             self.pair.target,
             proposer,
@@ -83,6 +88,10 @@ class Device:
         )
         rounds, count = jax.device_get((rounds, count))
         return rounds, int(count)
+
+    def wait(self) -> None:
+        """Until all that was sent before is done."""
+        jax.block_until_ready(self.state)
 
     def _options(self, choices: Sequence[Choice]) -> RowOptions:
         return row_options(choices, self.num_stop_ids, self.num_biased)

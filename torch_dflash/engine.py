@@ -16,10 +16,9 @@ from torch_dflash.invariants import check_invariants
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
-from torch_dflash.pair import Pair
 from torch_dflash.requests import Request, Run
-from torch_dflash.sampling import Choose, choose, choose_greedily
-from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.sampling import choose_greedily
+from torch_dflash.state import Chunk, Round
 from torch_dflash.tokenizer import TextPieces
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
@@ -33,15 +32,15 @@ class Engine:
 
     Rows differ in length, accept count and finish time; a free row takes the next request, first come, first served.
     A request gets its row when all pages that it may need are free, so one that runs is never short of pages, and one
-    that waits will run. A dispatch has the active rows only, padded to a bucket. Raises InputError when the
-    device's memory cannot hold the capacity.
+    that waits will run. A dispatch has the active rows only, padded to a bucket.
     """
 
-    def __init__(self, pair: Pair, pace: Pace, capacity: Capacity, max_steps: int, choose: Choose = choose) -> None:
-        self.pair = pair
+    def __init__(self, device: Device, pace: Pace) -> None:
+        """The device must have been made for the pace's proposers."""
+        self.device = device
         self.pace = pace
-        self.capacity = capacity
-        self.device = Device(pair, pace.proposers, choose, capacity, max_steps)
+        self.pair = device.pair
+        self.capacity = capacity = device.capacity
         self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Run] = deque()
@@ -49,15 +48,9 @@ class Engine:
         self.dispatch_seconds = 0.0
 
     def submit(self, request: Request) -> Run:
-        """Queue a request. The run tells, after every step, what has become of it. Raises InputError for one that can
-        never fit."""
-        needed = self._positions(request)
-        room = min(self.capacity.pages_per_row, self.capacity.num_pages - 1) * self.capacity.page_size
-        if needed > room:
-            raise InputError(
-                f"request {request.index} may need {needed} positions, and a row has {room}: "
-                "shorten the prompt, lower max_new_tokens, or give the engine more pages"
-            )
+        """Queue a request. The run tells, after every step, what has become of it; one for no tokens is finished at
+        once. Raises InputError for a request that can never fit."""
+        self._check_fits(request)
         self.device.num_stop_ids = max(self.device.num_stop_ids, power_of_two(len(request.stop_ids)))
         self.device.num_biased = max(self.device.num_biased, power_of_two(len(request.sampling.logit_bias)))
         assert self.device.choose is not choose_greedily or request.sampling.is_greedy, (
@@ -65,8 +58,12 @@ class Engine:
         )
         pieces = TextPieces(self.pair.tokenizer, request.stop_strings) if request.stop_strings else None
         choice = Choice(request.sampling.seeded(), request.stop_ids, len(request.prompt_ids))
-        self.waiting.append(Run(request, choice, pieces))
-        return self.waiting[-1]
+        run = Run(request, choice, pieces)
+        if request.max_new_tokens == 0:
+            run.finish_reason = "length"
+        else:
+            self.waiting.append(run)
+        return run
 
     def cancel(self, run: Run) -> None:
         """End a run that waits or decodes; it keeps what it has. One that is finished stays as it is."""
@@ -94,18 +91,38 @@ class Engine:
 
     def stream(self, request: Request) -> Iterator[str]:
         """Submit a request and yield its text, piece by piece; all other requests go on too. Leaving the iterator
-        early cancels the request."""
+        early cancels the request. Raises InputError as `submit` does, and for a target without a tokenizer."""
+        if self.pair.tokenizer is None:
+            raise InputError("stream needs a tokenizer, and the target has none: use submit and step for token ids")
         run, seen, pieces = self.submit(request), 0, TextPieces(self.pair.tokenizer, request.stop_strings)
         try:
-            while run.finish_reason is None:
-                self.step()
-                if piece := pieces.feed(run.token_ids[seen:]):
+            while run.finish_reason is None or seen < len(run.token_ids):
+                if seen == len(run.token_ids):
+                    self.step()
+                new = run.token_ids[seen:]  # while the caller has a piece, other streams take steps
+                seen += len(new)
+                if piece := pieces.feed(new):
                     yield piece
-                seen = len(run.token_ids)
             if piece := pieces.finish():
                 yield piece
         finally:
             self.cancel(run)
+
+    def _check_fits(self, request: Request) -> None:
+        """Raises InputError for a request that would wait or run for ever."""
+        length, limit = len(request.prompt_ids) + request.max_new_tokens, self.pair.target.config.context_limit
+        if not request.prompt_ids or length > limit:
+            raise InputError(
+                f"request {request.index} has {len(request.prompt_ids)} prompt and up to {request.max_new_tokens} new "
+                f"tokens: give at least one prompt token, and at most {limit} in all, the target's context"
+            )
+        needed = self._positions(request)
+        room = min(self.capacity.pages_per_row, self.capacity.num_pages - 1) * self.capacity.page_size
+        if needed > room:
+            raise InputError(
+                f"request {request.index} may need {needed} positions, and a row has {room}: "
+                "shorten the prompt, lower max_new_tokens, or give the engine more pages"
+            )
 
     def _positions(self, request: Request) -> int:
         return positions_needed(request, self.pace.proposers[0].num_drafts, self.pair.target.config.context_limit)
@@ -123,11 +140,12 @@ class Engine:
                 self.rows[row] = self.waiting.popleft()
 
     def _prefill(self) -> list[Run]:
-        """Prompt chunks, PREFILL_CHUNK tokens in all, so that decoding rows do not wait long. Returns the runs that
-        got their first token."""
+        """Prompt chunks, about PREFILL_CHUNK tokens in all, so that decoding rows do not wait long, of the requests
+        that came first. Returns the runs that got their first token."""
         left, started = PREFILL_CHUNK, []
-        for row, run in enumerate(self.rows):
-            while run is not None and left > 0 and not run.token_ids:
+        runs = [(row, run) for row, run in enumerate(self.rows) if run is not None and not run.decoding]
+        for row, run in sorted(runs, key=lambda item: item[1].begin):
+            while left > 0 and not run.token_ids:
                 left -= self._prefill_chunk(row, run)
                 if run.token_ids:
                     started.append(run)
@@ -167,6 +185,7 @@ class Engine:
         rows = [*active, *[self.capacity.rows] * padding]
         choices = [*(run.choice for run in active.values()), *[NOTHING] * padding]
         proposer, num_steps = self.pace.choose(width, self.device.max_steps)
+        self.device.wait()  # a chunk that is still under way would count as this dispatch's time
         begin = time.perf_counter()
         rounds, count = self.device.decode(rows, self.pages.table(rows), choices, proposer, num_steps)
         seconds = time.perf_counter() - begin
@@ -195,7 +214,8 @@ class Engine:
 
     def warm_up_all(self) -> None:
         """Compile what any request may need."""
-        self._warm_up(set(WIDTHS), self.capacity.rows)
+        longest = power_of_two(self.capacity.slots_per_row, SMALLEST_CHUNK)
+        self._warm_up({width for width in WIDTHS if width <= longest}, self.capacity.rows)
 
     def _warm_up(self, widths: set[int], most_rows: int) -> None:
         for width in sorted(widths):

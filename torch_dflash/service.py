@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from bridge.positions import pages_for, power_of_two
+from torch_dflash.device import Device
 from torch_dflash.engine import PAGE_SIZE, Engine, positions_needed
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.options import GREEDY, Sampling
@@ -17,7 +18,7 @@ from torch_dflash.tokenizer import Prompt, encode_prompt, eos_ids
 
 MAX_ROWS = 8
 STEPS_PER_DISPATCH = 8
-STOP_IDS, BIASED_IDS = 8, 16  # of a request, before an open engine must compile again
+STOP_IDS, BIASED_IDS = 8, 8  # of a request, before an open engine must compile again
 
 
 def stop_ids_of(pair: Pair, stop_token_ids: Sequence[int] = (), ignore_eos: bool = False) -> tuple[int, ...]:
@@ -89,9 +90,8 @@ def open_engine(
     num_drafts: int | str | None = None,
     steps_per_dispatch: int = STEPS_PER_DISPATCH,
 ) -> Engine:
-    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`.
-
-    It is warm: nothing is compiled later, unless a request has more than 8 stop ids or 16 biased ids.
+    """An engine for requests that come and go: `submit`, `step`, `stream`, `cancel`. Warm: nothing is compiled later,
+    unless a request has more than 8 stop ids (the model's own included) or biased ids.
 
     rows: requests at a time. context: positions that one request may fill, prompt and answer; the target's limit by
     default. num_pages: pages of K/V memory, shared by all rows; enough for all of them at their longest by default,
@@ -108,7 +108,8 @@ def open_engine(
         why = f"{length} positions of context need {whole.pages_per_row} and the NULL page"
         least = whole.pages_per_row + 1
         whole = replace(whole, num_pages=checked_integer(num_pages, "num_pages", least, why=why))
-    engine = Engine(pair, pace, whole, checked_integer(steps_per_dispatch, "steps_per_dispatch", 1), choose)
+    steps = checked_integer(steps_per_dispatch, "steps_per_dispatch", 1)
+    engine = Engine(Device(pair, pace.proposers, whole, steps), pace)
     engine.device.num_stop_ids = max(STOP_IDS, power_of_two(len(stop_ids_of(pair))))
     engine.device.num_biased = BIASED_IDS
     engine.warm_up_all()
@@ -126,4 +127,4 @@ def engine_for(pair: Pair, pace: Pace, requests: list[Request], most_rows: int, 
     greedy = all(request.sampling.is_greedy for request in requests)
     # Few buckets: such an engine lives as long as its batch, and each is a program to compile.
     capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by=8)
-    return Engine(pair, pace, capacity, steps, choose_greedily if greedy else choose)
+    return Engine(Device(pair, pace.proposers, capacity, steps, choose_greedily if greedy else choose), pace)

@@ -105,21 +105,26 @@ class Capacity:
 
     rows: requests at a time. pages_per_row: pages that one row may hold. page_size: positions that a page holds.
     num_pages: pages of one layer, the NULL page included, that all rows share; fewer than `whole` makes requests wait.
-    buckets: numbers of rows that a dispatch may have, ascending, the last is `rows`. More of them mean less padding
-    when few rows are active, and each is a program to compile.
+    finer_by: see `buckets`.
     """
 
     rows: int
     pages_per_row: int
     page_size: int
     num_pages: int
-    buckets: tuple[int, ...]
+    finer_by: int = 2
 
     @classmethod
     def whole(cls, rows: int, pages_per_row: int, page_size: int, finer_by: int = 2) -> "Capacity":
-        """Pages enough for every row at its longest. Each bucket is `finer_by` times smaller than the next."""
-        buckets = {max(1, rows // finer_by**n) for n in range(rows.bit_length())}
-        return cls(rows, pages_per_row, page_size, 1 + rows * pages_per_row, tuple(sorted(buckets)))
+        """Pages enough for every row at its longest."""
+        return cls(rows, pages_per_row, page_size, 1 + rows * pages_per_row, finer_by)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that a dispatch may have: the powers of `finer_by` below `rows`, and `rows`. More of them
+        mean less padding when few rows are active, and each is a program to compile.  Example: 6 -> (1, 2, 4, 6)."""
+        powers = (self.finer_by**n for n in range(self.rows.bit_length()))
+        return (*(power for power in powers if power < self.rows), self.rows)
 
     @property
     def slots_per_row(self) -> int:

@@ -151,7 +151,8 @@ class TextPieces:
 
     def _beginning_of_stop(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""
-        lengths = range(1, max(map(len, self._stop_strings), default=0))
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        lengths = range(1, min(longest, len(self._held)) + 1)
         return max((n for n in lengths if any(s.startswith(self._held[-n:]) for s in self._stop_strings)), default=0)
 
 
