@@ -186,9 +186,8 @@ def _() -> None:
 
     def prefill(self: Any, params: Any, draft: Any, tables: Any, features: Any, start: Any, num_new: Any) -> Any:
         new = right(self, params, draft, tables, features, start, num_new)
-        if features.shape[1] < PREFILL_CHUNK:
-            return new
-        return replace(new, pool=draft.pool)
+        more_to_come = (num_new == PREFILL_CHUNK).all()
+        return replace(new, pool=jnp.where(more_to_come, draft.pool, new.pool))
 
     DFlash.prefill = prefill
 
