@@ -17,7 +17,8 @@ GB = 1e9
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes. weights: target and drafter. pages: the target's K/V. draft: the drafter's context K/V and features.
-    other: lengths and histories. available: what the device has in all."""
+    other: lengths and histories. available: what the device has in all. What a running program needs beside them
+    (activations, logits) is not counted."""
 
     weights: int
     pages: int
