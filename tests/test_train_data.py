@@ -12,7 +12,7 @@ from torch_dflash.errors import InputError
 from torch_dflash.train.answers import AnswerPlan, write_answers
 from torch_dflash.train.batches import BatchPlan, Order, draw_anchors, generator, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
-from torch_dflash.train.features import cache_features, device_features, feature_function
+from torch_dflash.train.features import cache_features, device_features, signal_function
 from torch_dflash.train.invent import finished, openings
 from torch_dflash.train.records import Answer, append_answers, mend, read_answers, read_prompts, usable_length
 from torch_dflash.train.warm_start import default_taps
@@ -163,7 +163,7 @@ def test_features_on_disk_and_in_memory_are_the_targets(tmp_path: Path):
         cache_features(pair.target, params, taps, data, tmp_path),
         device_features(pair.target, params, taps, data),
     )
-    wanted = np.asarray(feature_function(pair.target, taps)(params, data.token_ids[2:3])[0])
+    wanted = np.asarray(signal_function(pair.target, taps)(params, data.token_ids[2:3])[0][0])
     length = data.lengths[2]
     for store in (stored, held):
         got = np.asarray(store.gather(data.offsets[2:3], 128)[0], np.float32)
@@ -173,7 +173,7 @@ def test_features_on_disk_and_in_memory_are_the_targets(tmp_path: Path):
     (tmp_path / "features.json").write_text(json.dumps(progress | {"texts_done": 0}))  # killed before the first batch
     cache_features(pair.target, params, taps, data, tmp_path)
     assert (tmp_path / "features.npy").read_bytes() == before
-    with pytest.raises(InputError, match="other texts or taps"):
+    with pytest.raises(InputError, match="other texts, taps or teacher"):
         cache_features(pair.target, params, (1, 4), data, tmp_path)
 
 

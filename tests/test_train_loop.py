@@ -12,7 +12,6 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from helpers import BYTES_PAIR, golden_pair
 from safetensors.numpy import load_file
 
@@ -20,7 +19,7 @@ from torch_dflash import Result, generate, load_pair
 from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.errors import InputError
 from torch_dflash.metrics import Stats, tau
-from torch_dflash.pair import Pair, load_target
+from torch_dflash.pair import Pair
 from torch_dflash.train import checkpoint
 from torch_dflash.train.batches import BatchPlan, Order, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
@@ -57,8 +56,7 @@ def trainer_of(
 ) -> tuple[Trainer, TrainState, Order, FeatureStore]:
     data, params = make_data(answers, batches.max_tokens), pair.params["target"]
     config = drafter_config(pair.target.config, 2, 8, MASK, TAPS)
-    _, module = load_target(BYTES_PAIR / "target", torch.float32)
-    trainer, state = make_trainer(module, config, params, data, plan)
+    trainer, state = make_trainer(config, params, data, plan)
     return trainer, state, Order(data, batches), device_features(pair.target, params, TAPS, data)
 
 

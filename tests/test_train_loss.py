@@ -22,10 +22,11 @@ from torch_dflash.pair import load_drafter
 from torch_dflash.propose import DrafterFunctions
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
-from torch_dflash.train.features import feature_function
+from torch_dflash.train.features import signal_function
 from torch_dflash.train.loss import (
     Candidates,
     Frozen,
+    Objective,
     block_hidden,
     block_labels,
     block_loss,
@@ -34,6 +35,7 @@ from torch_dflash.train.loss import (
 )
 
 GAMMA = 2.0
+EXPONENTIAL = Objective("exponential", GAMMA)
 ANCHORS = np.array([[2, 5, 9], [1, 4, 4]], np.int32)
 USED = np.array([[True, True, True], [True, True, False]])
 LENGTHS = np.array([12, 7], np.int32)
@@ -135,7 +137,7 @@ def test_gradient_is_that_of_eager_torch(tiny: Loaded):
     lowered, params = lowered_of(tiny)
 
     def loss(params: Any) -> jax.Array:
-        return block_loss(lowered, GAMMA, params, frozen_of(tiny), jnp.asarray(features), batch, None)[0]
+        return block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), jnp.asarray(features), batch, None)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, wanted.item(), rtol=1e-5)
@@ -155,8 +157,8 @@ def test_padding_and_unused_anchors_change_nothing(tiny: Loaded):
     )
     garbage = features.copy()
     garbage[1, 7:] = 1e3
-    one, _ = block_loss(lowered, GAMMA, params, frozen, jnp.asarray(features), batch, None)
-    two, _ = block_loss(lowered, GAMMA, params, frozen, jnp.asarray(garbage), spoiled, None)
+    one, _ = block_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(features), batch, None)
+    two, _ = block_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(garbage), spoiled, None)
     np.testing.assert_array_equal(one, two)
 
 
@@ -165,8 +167,8 @@ def test_candidates_that_are_the_whole_vocabulary_change_nothing(tiny: Loaded):
     lowered, params = lowered_of(tiny)
     order = np.random.default_rng(0).permutation(12).astype(np.int32)
     every = Candidates(jnp.asarray(order), jnp.asarray(np.argsort(order).astype(np.int32)))
-    one, first = block_loss(lowered, GAMMA, params, frozen_of(tiny), features, batch, None)
-    two, second = block_loss(lowered, GAMMA, params, frozen_of(tiny), features, batch, every)
+    one, first = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, None)
+    two, second = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, every)
     np.testing.assert_allclose(one, two, rtol=1e-6)
     np.testing.assert_allclose(first.tau, second.tau)
 
@@ -188,7 +190,7 @@ def test_training_sees_the_blocks_that_decoding_sees():
     text = np.frombuffer(b"def add(self, other):\n    return self.value + other.value\n", np.uint8)
     ids = jnp.asarray(text[None].astype(np.int32))
     anchors = jnp.array([[4, 17, 30]], jnp.int32)
-    features = feature_function(target, config.target_layer_ids)(params["target"], ids)
+    features = signal_function(target, config.target_layer_ids)(params["target"], ids)[0]
     lowered = DrafterFunctions(config, pair.drafter.absorb, pair.drafter.forward)  # the pair's own functions
     embedding = params["target"]["embed_tokens.weight"]
     hidden = jax.jit(partial(block_hidden, lowered))(params["drafter"], embedding, features, ids, anchors)

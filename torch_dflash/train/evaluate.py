@@ -6,14 +6,20 @@ python -m torch_dflash.train.evaluate DRAFTER gsm8k.jsonl humaneval.jsonl --coun
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from torch_dflash.api import Result, generate
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.views import Params
+from torch_dflash.api import Result, generate, make_request
 from torch_dflash.pair import Pair, load_pair
+from torch_dflash.propose import DrafterFunctions
 from torch_dflash.tokenizer import as_chat
 from torch_dflash.train.records import read_prompts
+from torch_dflash.train.trainer import BUFFERS
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,46 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
 def evaluate(pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int) -> SetFigures:
     """Greedy answers to prompts (through the chat template where there is one)."""
     return figures(name, generate(pair, [as_chat(prompt, pair.tokenizer) for prompt in prompts], max_new_tokens))
+
+
+@dataclass(frozen=True)
+class HeldOutPlan:
+    """Evaluation while training: prompt sets by name, every so many steps (0: never) and after the last."""
+
+    every: int = 0
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_new_tokens: int = 64
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The plan with a target to decode with."""
+
+    pair: Pair
+    plan: HeldOutPlan
+
+    def due(self, step: int, steps: int) -> bool:
+        return step % self.plan.every == 0 or step == steps
+
+    def __call__(self, drafter: DrafterFunctions, params: Params) -> dict[str, SetFigures]:
+        """Decode with a drafter under training, its parameters rounded to the pair's dtype, buffers as they are.
+
+        Parameters are arguments of what is compiled: only the first call compiles.
+        """
+        held = {name: jnp.asarray(np.asarray(value)) for name, value in params.items()}
+        cast = {name: value if name in BUFFERS else value.astype(self.pair.dtype) for name, value in held.items()}
+        pair = replace(self.pair, drafter=drafter, params=self.pair.params | {"drafter": cast})
+        return {name: evaluate(pair, name, some, self.plan.max_new_tokens) for name, some in self.plan.groups.items()}
+
+
+def make_held_out(pair: Pair, plan: HeldOutPlan) -> HeldOut | None:
+    """None where nothing is to be evaluated. Raises InputError for a prompt that does not fit the target."""
+    if not plan.every:
+        return None
+    for prompts in plan.groups.values():
+        for prompt in prompts:
+            make_request(pair, 0, as_chat(prompt, pair.tokenizer), plan.max_new_tokens, ())
+    return HeldOut(pair, plan)
 
 
 def line(result: SetFigures) -> str:

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from torch_dflash.errors import InputError
 from torch_dflash.train.batches import Order
 from torch_dflash.train.checkpoint import load_state, save_state, write_atomically
+from torch_dflash.train.evaluate import HeldOut
 from torch_dflash.train.features import FeatureStore
 from torch_dflash.train.loss import Measures
 from torch_dflash.train.trainer import Trainer, TrainState
@@ -28,12 +29,21 @@ def train(
     for number in range(int(state.step), steps):
         batch, offsets = order.batch(number)
         features = store.gather(offsets, batch.token_ids.shape[1])
-        state, measures = trainer.step(state, number, steps, features, batch)
+        teacher = store.teacher(offsets, batch.token_ids.shape[1]) if trainer.plan.distill else None
+        state, measures = trainer.step(state, number, steps, features, batch, teacher)
         yield state, measures
 
 
-def run(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, folder: Path, steps: int) -> TrainState:
-    """Train to step `steps`, from the folder's checkpoint where there is one.
+def run(
+    trainer: Trainer,
+    state: TrainState,
+    order: Order,
+    store: FeatureStore,
+    folder: Path,
+    steps: int,
+    held_out: HeldOut | None = None,
+) -> TrainState:
+    """Train to step `steps`, from the folder's checkpoint where there is one; now and then decode held-out prompts.
 
     May be killed at any moment: the next run repeats what the last checkpoint does not hold, with the same result.
     Raises InputError when a checkpoint cannot be written (disk full); the one before it stays.
@@ -50,6 +60,9 @@ def run(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, 
                 bar.set_postfix(loss=line["loss"], tau=line["tau"], refresh=False)
                 bar.update(len(pending))
                 pending = []
+            if held_out is not None and held_out.due(number, steps):
+                figures = held_out(trainer.drafter, moved.params | trainer.buffers)
+                _append(folder / LOG, {"step": number, "held_out": {name: asdict(f) for name, f in figures.items()}})
             if number == steps or number % every.save_every == 0:
                 _save(folder / CHECKPOINT, moved, number, trainer)
     return moved
@@ -89,7 +102,12 @@ def _log(path: Path, number: int, measures: list[Measures], seconds: float) -> d
         "loss": round(float(mean.loss), 4),
         "tau": round(float(mean.tau), 4),
         "accuracy": [round(float(value), 4) for value in mean.accuracy],
+        "acceptance": [round(float(value), 4) for value in mean.acceptance],
     }
+    _append(path, line)
+    return line
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    return line
