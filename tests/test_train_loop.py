@@ -1,19 +1,20 @@
 """Training runs: bit-exact resume, full disks, meshes, export, and a byte-level drafter that really learns."""
 
 import errno
+import json
 import os
-import subprocess
-import sys
 from argparse import ArgumentParser
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from helpers import BYTES_PAIR, golden_pair
 from safetensors.numpy import load_file
+from test_dispatch import compilations
 
 from torch_dflash import Result, generate, load_pair
 from torch_dflash.config_reader import read_drafter_config
@@ -25,12 +26,12 @@ from torch_dflash.train.batches import BatchPlan, Order, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
 from torch_dflash.train.checkpoint import load_state, save_state
 from torch_dflash.train.command import add_arguments, recipe_of
-from torch_dflash.train.evaluate import figures
+from torch_dflash.train.evaluate import HeldOut, HeldOutPlan, figures, make_held_out
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features import FeatureStore, device_features
 from torch_dflash.train.loop import CHECKPOINT, LOG, run, train, trim_log
 from torch_dflash.train.pipeline import make_trainer
-from torch_dflash.train.plot import plot_log
+from torch_dflash.train.plot import held_out_curves, plot_log
 from torch_dflash.train.records import Answer
 from torch_dflash.train.texts import free_mask_id
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, gamma_of
@@ -92,8 +93,9 @@ def test_a_killed_run_goes_on_bit_for_bit(small, tmp_path: Path):
             break
     assert_same(run(trainer, copy(state), order, store, killed, 6), wanted)
     assert_same(load_state(killed / CHECKPOINT, state)[0], wanted)
-    steps = [line.split(",")[0] for line in (killed / LOG).read_text().splitlines()]
-    assert steps == ['{"step": 2', '{"step": 4', '{"step": 6']
+    logs = [[json.loads(line) | {"seconds": 0} for line in (f / LOG).read_text().splitlines()] for f in (whole, killed)]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0]] == [2, 3, 4, 6]
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -109,6 +111,52 @@ def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeyp
         run(trainer, copy(state), order, store, tmp_path, 6)
     assert (tmp_path / CHECKPOINT).read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {CHECKPOINT, LOG}
+
+
+@pytest.fixture(scope="module")
+def watched(small, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeldOut, TrainState]:
+    """The small run with two held-out sets, decoded at steps 4 and 6."""
+    trainer, state, order, store = small
+    plan = HeldOutPlan(4, {"some": HELD_OUT[:2], "other": HELD_OUT[1:]}, 12)
+    held_out = make_held_out(replace(golden_pair("trained-bytes"), drafter=None, compiled=set()), plan)
+    assert held_out is not None
+    folder = tmp_path_factory.mktemp("watched")
+    return folder, held_out, run(trainer, copy(state), order, store, folder, 6, held_out)
+
+
+def test_held_out_figures_are_those_of_decoding(small, watched):
+    """The last ones in the log are what the drafter of the last step does."""
+    trainer, _, _, _ = small
+    folder, held_out, state = watched
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    kinds = [(line["step"], "held_out" in line) for line in lines]
+    assert kinds == [(2, False), (3, False), (4, False), (4, True), (6, False), (6, True)]
+    pair = golden_pair("trained-bytes")
+    params = {name: np.asarray(value) for name, value in (state.params | trainer.buffers).items()}
+    fresh = replace(pair, drafter=trainer.drafter, params=pair.params | {"drafter": jax.tree.map(jnp.asarray, params)})
+    for name, prompts in held_out.plan.groups.items():
+        wanted = figures(name, generate(fresh, prompts, 12))
+        assert lines[-1]["held_out"][name] == json.loads(json.dumps(asdict(wanted)))
+        assert wanted.new_tokens == 12 * len(prompts)
+    assert len(lines[0]["acceptance"]) == 7
+    assert lines[0]["tau"] == pytest.approx(1 + sum(lines[0]["acceptance"]), abs=1e-3)
+
+
+def test_evaluation_compiles_once(small, watched):
+    """Another step's parameters run through what is compiled."""
+    trainer, _, _, _ = small
+    _, held_out, state = watched
+    params = {name: np.asarray(value) / 2 for name, value in state.params.items()} | trainer.buffers
+    with compilations() as seen:
+        held_out(trainer.drafter, params)
+    assert seen == []
+
+
+def test_a_held_out_prompt_must_fit(small):
+    pair = golden_pair("trained-bytes")
+    long = "x" * (pair.target.config.context_limit + 1)
+    with pytest.raises(InputError, match=r"held-out prompt of some has \d+ tokens"):
+        make_held_out(pair, HeldOutPlan(4, {"some": [long]}))
 
 
 def test_damaged_and_foreign_checkpoints_are_named(small, tmp_path: Path):
@@ -177,18 +225,6 @@ def test_figures_count_as_the_glossary_says():
     assert got.acceptance == (3 / 4, 2 / 4)
 
 
-def test_rows_spread_over_a_mesh():
-    """Data parallel on two devices gives the losses of one; needs a process of its own for the second device."""
-    script = Path(__file__).parent / "mesh_training.py"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, script], env=os.environ | flags, capture_output=True, text=True, cwd=script.parent, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    one, two = (np.array(line.split(), float) for line in done.stdout.splitlines())
-    np.testing.assert_allclose(one, two, rtol=1e-4)
-
-
 def test_mask_token_must_be_free():
     pair = golden_pair("trained-bytes")
     data = make_data([Answer(0, (1, 2), (3, 4, 5))], 16)
@@ -217,10 +253,13 @@ def test_arguments_for_an_accelerator_need_one():
         recipe_of(parser.parse_args(["a.jsonl", "--out", "run", "--invent", "8"]))
 
 
-def test_the_picture_of_a_run(tmp_path: Path):
-    lines = ['{"step": 10, "loss": 3.0, "tau": 1.1}', '{"step": 20, "loss": 2.0, "tau": 1.9}']
-    (tmp_path / LOG).write_text("\n".join(lines) + "\n")
-    plot_log(tmp_path / LOG, tmp_path / "log.png", {"gsm8k": 1.8})
+def test_the_picture_of_a_run(watched, tmp_path: Path):
+    folder, _, _ = watched
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    curves = held_out_curves(lines)
+    assert {name: [step for step, _ in curve] for name, curve in curves.items()} == {"some": [4, 6], "other": [4, 6]}
+    assert curves["some"][-1][1] == lines[-1]["held_out"]["some"]["tau"]
+    plot_log(folder / LOG, tmp_path / "log.png")
     assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,6 +11,11 @@ from torch_dflash.train.recipe import DrafterPlan, Recipe
 from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import TrainPlan
 
+COUNTS = (
+    *("layers", "taps", "max_new_tokens", "answer_rows", "rounds"),
+    *("steps", "rows", "anchors", "save_every", "eval_count", "mesh"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand; the defaults suit one CPU core, those for an accelerator are in the README."""
@@ -68,7 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The arguments as a recipe. Raises InputError for some that do not fit together."""
+    """The arguments as a recipe. Raises InputError for those that are out of range or do not fit together."""
+    for name in COUNTS:
+        checked_integer(vars(args)[name], f"--{name.replace('_', '-')}", 1)
+    checked_integer(args.block_size, "--block-size", 2, why="the anchor and a draft")
+    if args.limit is not None:
+        checked_integer(args.limit, "--limit", 1)
     if not args.accelerator and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
         raise InputError("--invent, --rounds and --answer-tokens need --accelerator")
     if args.loss_weights == "dynamic" and args.gamma is not None:
@@ -104,12 +114,9 @@ def _held_out(args: argparse.Namespace) -> HeldOutPlan:
     """Reads the prompts."""
     if bool(args.eval_prompts) != (args.eval_every != 0):
         raise InputError("--eval-every and --eval-prompts need each other")
-    every, count = (
-        checked_integer(args.eval_every, "--eval-every", 0),
-        checked_integer(args.eval_count, "--eval-count", 1),
-    )
+    every = checked_integer(args.eval_every, "--eval-every", 0)
     tokens = checked_integer(args.eval_tokens, "--eval-tokens", 2, why="the first comes from prefill")
-    groups = {path.stem: read_prompts(path)[:count] for path in args.eval_prompts}
+    groups = {path.stem: read_prompts(path)[: args.eval_count] for path in args.eval_prompts}
     if len(groups) < len(args.eval_prompts):
         raise InputError("--eval-prompts: two files have the same name")
     return HeldOutPlan(every, groups, tokens)
@@ -117,9 +124,13 @@ def _held_out(args: argparse.Namespace) -> HeldOutPlan:
 
 def run(args: argparse.Namespace) -> int:
     """The subcommand. Raises InputError."""
+    recipe, groups = recipe_of(args), [read_prompts(path) for path in args.prompts]
     from torch_dflash.train.pipeline import make_drafter  # JAX and torch take seconds to load
 
-    drafter = make_drafter(args.target, [read_prompts(path) for path in args.prompts], recipe_of(args), args.out)
+    try:
+        drafter = make_drafter(args.target, groups, recipe, args.out)
+    except OSError as error:
+        raise InputError(f"--out {args.out}: {error}; what is written stays: mend that and run again") from None
     print(f"drafter: {drafter}")
     return 0
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge.views import Params
-from torch_dflash.api import Result, generate, make_request
+from torch_dflash.api import Result, generate
+from torch_dflash.errors import InputError
 from torch_dflash.pair import Pair, load_pair
 from torch_dflash.propose import DrafterFunctions
-from torch_dflash.tokenizer import as_chat
+from torch_dflash.train.answers import prompt_ids
 from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import BUFFERS
 
@@ -39,8 +40,11 @@ class SetFigures:
 
 
 def figures(name: str, results: Sequence[Result]) -> SetFigures:
-    """What a set's results come to. Prompts whose answer ended with prefill's token have no step and do not count."""
+    """What a set's results come to. Prompts whose answer ended with prefill's token have no step and do not count;
+    without any step tau is 0."""
     stats = [result.stats for result in results if result.stats.steps]
+    if not stats:
+        return SetFigures(name, len(results), 0, 0, 0.0, 0.0, ())
     steps = sum(s.steps for s in stats)
     histogram = [sum(column) for column in zip(*(s.accept_histogram for s in stats), strict=True)]
     acceptance = tuple(sum(histogram[k:]) / steps for k in range(1, len(histogram)))
@@ -51,7 +55,7 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
 
 def evaluate(pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int) -> SetFigures:
     """Greedy answers to prompts (through the chat template where there is one)."""
-    return figures(name, generate(pair, [as_chat(prompt, pair.tokenizer) for prompt in prompts], max_new_tokens))
+    return figures(name, generate(pair, [prompt_ids(pair, prompt) for prompt in prompts], max_new_tokens))
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,11 @@ def make_held_out(pair: Pair, plan: HeldOutPlan) -> HeldOut | None:
     """None where nothing is to be evaluated. Raises InputError for a prompt that does not fit the target."""
     if not plan.every:
         return None
-    for prompts in plan.groups.values():
-        for prompt in prompts:
-            make_request(pair, 0, as_chat(prompt, pair.tokenizer), plan.max_new_tokens, ())
+    limit = pair.target.config.context_limit
+    for name, prompts in plan.groups.items():
+        longest = max(len(prompt_ids(pair, prompt)) for prompt in prompts)
+        if longest >= limit:
+            raise InputError(f"a held-out prompt of {name} has {longest} tokens and the target's context {limit}")
     return HeldOut(pair, plan)
 
 

@@ -166,7 +166,7 @@ def cache_features(
     checksum = int(data.token_ids.sum(dtype=np.int64))
     wanted = Progress(taps, teacher_size, len(data.lengths), data.num_tokens, checksum, 0)
     done = _texts_done(folder / "features.json", wanted)
-    files = {"features.npy": (np.uint16, size)}
+    files: dict[str, tuple[Any, int]] = {"features.npy": (np.uint16, size)}
     if teacher_size:
         files |= {"teacher_ids.npy": (np.int32, teacher_size), "teacher_log_probs.npy": (np.float32, teacher_size)}
     if not done or not all((folder / name).exists() for name in files):
@@ -193,7 +193,7 @@ def _reserve(path: Path, dtype: Any, shape: tuple[int, int]) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _store(held: np.ndarray, block: np.ndarray, data: Data, rows: np.ndarray) -> None:
+def _store(held: np.memmap, block: np.ndarray, data: Data, rows: np.ndarray) -> None:
     for at, row in enumerate(rows):
         held[data.offsets[row] :][: data.lengths[row]] = block[at, : data.lengths[row]]
     held.flush()
@@ -222,17 +222,15 @@ def device_features(
     for some, (features, teacher) in _computed(data, BATCH_TOKENS * 8, lambda ids: function(params, ids), 0):
         at = np.full(features.shape[0], tokens - features.shape[1], np.int32)
         at[: len(some)] = data.offsets[some]
-        stored = jax.tree.map(
-            lambda held, block: _put(held, block, at), stored, (features.astype(jnp.bfloat16), teacher)
-        )
+        stored = _put(stored, (features.astype(jnp.bfloat16), teacher), at)
     return DeviceStore(*stored)
 
 
 @jax.jit(donate_argnums=0)
-def _put(stored: Array, block: Array, offsets: Array) -> Array:
+def _put(stored: Signals, block: Signals, offsets: Array) -> Signals:
     """Write texts one after the other: what one writes behind its end, the next overwrites."""
 
-    def one(row: Any, stored: Array) -> Array:
-        return lax.dynamic_update_slice(stored, block[row], (offsets[row], 0))
+    def one(row: Any, stored: Signals) -> Signals:
+        return jax.tree.map(lambda old, new: lax.dynamic_update_slice(old, new[row], (offsets[row], 0)), stored, block)
 
-    return lax.fori_loop(0, block.shape[0], one, stored)
+    return lax.fori_loop(0, offsets.shape[0], one, stored)

@@ -55,7 +55,8 @@ def run(
     with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=1) as bar:
         for number, (moved, measures) in enumerate(train(trainer, state, order, store, steps), first + 1):
             pending.append(measures)
-            if number == steps or number % every.log_every == 0:
+            saving = number == steps or number % every.save_every == 0
+            if saving or number % every.log_every == 0:  # a checkpoint never parts the steps of one line
                 line = _log(folder / LOG, number, pending, time.perf_counter() - begin)
                 bar.set_postfix(loss=line["loss"], tau=line["tau"], refresh=False)
                 bar.update(len(pending))
@@ -63,7 +64,7 @@ def run(
             if held_out is not None and held_out.due(number, steps):
                 figures = held_out(trainer.drafter, moved.params | trainer.buffers)
                 _append(folder / LOG, {"step": number, "held_out": {name: asdict(f) for name, f in figures.items()}})
-            if number == steps or number % every.save_every == 0:
+            if saving:
                 _save(folder / CHECKPOINT, moved, number, trainer)
     return moved
 

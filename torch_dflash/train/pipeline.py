@@ -22,7 +22,7 @@ from torch_dflash.train.features import FeatureStore, cache_features, device_fea
 from torch_dflash.train.loop import LOG, run, train
 from torch_dflash.train.loss import Frozen, lower_drafter
 from torch_dflash.train.plot import plot_log
-from torch_dflash.train.recipe import Recipe
+from torch_dflash.train.recipe import DrafterPlan, Recipe
 from torch_dflash.train.texts import free_mask_id, label_vocabulary, make_answers, prepare
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
 from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
@@ -45,7 +45,7 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
         raise InputError(
             f"{len(data.lengths)} usable answers do not fill a step of {recipe.batches.rows}: lower --rows"
         )
-    config = _config(pair, data, recipe)
+    config = settled_config(pair, data, recipe.drafter)
     params = pair.params["target"]
     trainer, state = make_trainer(config, params, data, recipe.training, mesh)
     store: FeatureStore
@@ -63,8 +63,9 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
     return folder / "drafter"
 
 
-def _config(pair: Pair, data: Data, recipe: Recipe) -> DrafterConfig:
-    plan, target = recipe.drafter, pair.target.config
+def settled_config(pair: Pair, data: Data, plan: DrafterPlan) -> DrafterConfig:
+    """The plan with what it leaves open: mask token and taps. Raises InputError."""
+    target = pair.target.config
     mask = free_mask_id(pair, data) if plan.mask_token_id is None else plan.mask_token_id
     taps = plan.taps or default_taps(target.num_layers, plan.num_taps)
     return drafter_config(target, plan.num_layers, plan.block_size, mask, taps)
