@@ -177,6 +177,30 @@ def test_features_on_disk_and_in_memory_are_the_targets(tmp_path: Path):
         cache_features(pair.target, params, (1, 4), data, tmp_path)
 
 
+def test_the_teacher_is_the_targets_distribution(tmp_path: Path):
+    """Behind each token of a greedy answer its likeliest token is the next one; all its tokens share probability 1."""
+    pair = golden_pair("trained-bytes")
+    params, size = pair.params["target"], pair.target.config.vocab_size
+    some = [Opening(i, tuple(prompt.encode()), 0) for i, prompt in enumerate(PROMPTS[:4])]
+    (answers,) = bulk_answers(pair.target, params, some, BulkPlan(4, 16, 6), (256,), 0)
+    data = make_data(answers, 128)
+    stores = (
+        cache_features(pair.target, params, (1, 3), data, tmp_path, size),
+        device_features(pair.target, params, (1, 3), data, size),
+    )
+    for teacher in (store.teacher(data.offsets, 32) for store in stores):
+        assert teacher.ids.shape == teacher.log_probs.shape == (len(answers), 32, size)
+        for row, answer in enumerate(answers):
+            first, length = len(answer.prompt_ids), len(answer.token_ids)
+            guesses = np.asarray(teacher.ids[row, first - 1 : length - 1, 0])
+            assert guesses.tolist() == list(answer.answer_ids)
+            shares = np.exp(np.asarray(teacher.log_probs[row, :length]))
+            np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-4)
+            assert (np.diff(shares, axis=-1) <= 0).all()
+    with pytest.raises(InputError, match="other texts, taps or teacher"):
+        cache_features(pair.target, params, (1, 3), data, tmp_path, size - 1)
+
+
 def test_default_taps():
     assert default_taps(36, 5) == (1, 9, 17, 25, 33)
     assert default_taps(30, 4) == (1, 10, 18, 27)

@@ -3,6 +3,7 @@
 Letters: R rows, T text length, A anchors, B block_size, H query heads, K key/value heads, d head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -212,18 +213,20 @@ def test_teachers_tokens_outside_the_candidates_are_left_out(tiny: Loaded):
     index[ids] = np.arange(len(ids))
     some = Candidates(jnp.asarray(ids), jnp.asarray(index))
 
-    def loss(distill: float, teacher: Teacher) -> float:
+    def loss(distill: float) -> Callable[[Teacher], jax.Array]:
         objective = Objective("exponential", GAMMA, distill)
-        return float(block_loss(lowered, objective, params, frozen_of(tiny), features, batch, some, teacher)[0])
+        data = frozen_of(tiny), features, batch, some
+        return jax.jit(lambda teacher: block_loss(lowered, objective, params, *data, teacher)[0])
 
-    def teaching(*columns: int) -> Teacher:
-        each = jnp.broadcast_to(jnp.array(columns, jnp.int32), (2, 12, len(columns)))
-        return Teacher(each, jnp.broadcast_to(-jnp.arange(1.0, len(columns) + 1), each.shape))
+    def teaching(*tokens: int) -> Teacher:
+        ids = jnp.broadcast_to(jnp.array(tokens, jnp.int32), (2, 12, 2))
+        return Teacher(ids, jnp.broadcast_to(jnp.array([-1.0, -2.0]), ids.shape))
 
-    known = int(ids[0])
-    assert loss(1.0, teaching(known, absent[0])) == pytest.approx(loss(1.0, teaching(known)), rel=1e-6)
-    assert loss(1.0, teaching(absent[0])) == pytest.approx(loss(0.0, teaching(known)), rel=1e-6)
-    assert loss(1.0, teaching(known)) != pytest.approx(loss(0.0, teaching(known)), rel=1e-3)
+    known, soft = int(ids[0]), loss(1.0)
+    alone, hard = float(soft(teaching(known, known))), float(loss(0.0)(teaching(known, known)))
+    assert soft(teaching(known, absent[0])) == pytest.approx(alone, rel=1e-6)
+    assert soft(teaching(absent[0], absent[0])) == pytest.approx(hard, rel=1e-6)
+    assert alone != pytest.approx(hard, rel=1e-3)
 
 
 def test_dynamic_weights_are_the_worth_of_a_position():

@@ -175,6 +175,18 @@ def dynamic_weights(right: Array, inside: Array) -> Array:
     return jnp.flip(jnp.cumsum(jnp.flip(reached, -1), axis=-1), -1) * inside
 
 
+def position_weights(objective: Objective, hard: Array, inside: Array, used: Array) -> tuple[Array, Array]:
+    """Weights [R,A,B-1] of the positions, and what the weighted sum is divided by: with exponential weights their sum,
+    with dynamic ones the number of blocks, since there the sum has a meaning of its own.
+
+    hard [R,A,B-1]: -log of the drafter's probability of the right token.
+    """
+    if objective.weights == "dynamic":
+        return dynamic_weights(jnp.exp(-hard), inside), jnp.maximum(used.sum(), 1)
+    weights = inside * jnp.exp(-jnp.arange(hard.shape[-1]) / objective.gamma)
+    return weights, jnp.maximum(weights.sum(), 1e-6)
+
+
 def block_loss(
     drafter: DrafterFunctions,
     objective: Objective,
@@ -185,9 +197,7 @@ def block_loss(
     candidates: Candidates | None,
     teacher: Teacher | None = None,
 ) -> tuple[Array, Measures]:
-    """The objective over all blocks of a batch; with exponential weights a weighted mean over the positions, with
-    dynamic ones a weighted sum over a block's positions, averaged over the blocks (their sum is part of the weights'
-    meaning)."""
+    """The objective over all blocks of a batch. A teacher is needed when it distills."""
     size = drafter.config.block_size
     hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
     labels, inside = block_labels(batch, size)
@@ -201,12 +211,8 @@ def block_loss(
         assert teacher is not None, "distillation needs a teacher"
         soft = _soft_loss(logits, hard, total, block_teacher(teacher, batch, size), candidates)
         loss = (1 - objective.distill) * hard + objective.distill * soft
-    if objective.weights == "dynamic":
-        weight, blocks = dynamic_weights(jnp.exp(-hard), inside), batch.used.sum()
-    else:
-        weight = inside * jnp.exp(-jnp.arange(size - 1) / objective.gamma)
-        blocks = weight.sum()
-    mean = (loss * weight).sum() / jnp.maximum(blocks, 1e-6)
+    weights, divisor = position_weights(objective, hard, inside, batch.used)
+    mean = (loss * weights).sum() / divisor
     return mean, _measures(mean, logits.argmax(axis=-1) == labels, inside, batch.used)
 
 
