@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_bit_for_bit(small, tmp_path: Path):
     run(trainer, copy(state), order, store, killed, 6)
     for number, (held, _) in enumerate(train(trainer, copy(state), order, store, 6), 1):
         if number == 3:  # as if killed between step 4's log line and the next checkpoint
-            save_state(killed / CHECKPOINT, held, {"step": 3})
+            save_state(killed / CHECKPOINT, held, {"step": 3, "plan": asdict(trainer.plan)})
             break
     assert_same(run(trainer, copy(state), order, store, killed, 6), wanted)
     assert_same(load_state(killed / CHECKPOINT, state)[0], wanted)
@@ -100,7 +100,7 @@ def test_a_killed_run_goes_on_bit_for_bit(small, tmp_path: Path):
 
 def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer, state, order, store = small
-    save_state(tmp_path / CHECKPOINT, state, {"step": 0})
+    save_state(tmp_path / CHECKPOINT, state, {"step": 0, "plan": asdict(trainer.plan)})
     before = (tmp_path / CHECKPOINT).read_bytes()
 
     def full(file: int) -> None:
@@ -160,7 +160,7 @@ def test_a_held_out_prompt_must_fit(small):
 
 
 def test_damaged_and_foreign_checkpoints_are_named(small, tmp_path: Path):
-    _, state, _, _ = small
+    trainer, state, order, store = small
     path = tmp_path / CHECKPOINT
     path.write_bytes(b"nothing")
     with pytest.raises(InputError, match="is damaged"):
@@ -168,6 +168,13 @@ def test_damaged_and_foreign_checkpoints_are_named(small, tmp_path: Path):
     save_state(path, {"other": np.zeros(3)}, {})
     with pytest.raises(InputError, match="belongs to another drafter"):
         load_state(path, state)
+    narrow = replace(state, params=state.params | {"fc.weight": state.params["fc.weight"][:, 1:]})
+    save_state(path, narrow, {})
+    with pytest.raises(InputError, match="belongs to another drafter"):
+        load_state(path, state)
+    save_state(path, state, {"step": 0, "plan": asdict(replace(trainer.plan, weights="dynamic", save_every=1))})
+    with pytest.raises(InputError, match=r"trained with weights dynamic \(now exponential\); use the same options"):
+        run(trainer, state, order, store, tmp_path, 6)
 
 
 def test_a_half_written_log_line_is_dropped(tmp_path: Path):

@@ -17,9 +17,10 @@ from torch_dflash.train.checkpoint import load_state, save_state, write_atomical
 from torch_dflash.train.evaluate import HeldOut
 from torch_dflash.train.features import FeatureStore
 from torch_dflash.train.loss import Measures
-from torch_dflash.train.trainer import Trainer, TrainState
+from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+MAY_CHANGE = ("steps", "log_every", "save_every")  # fields of the plan that another start of a run may change
 
 
 def train(
@@ -46,9 +47,10 @@ def run(
     """Train to step `steps`, from the folder's checkpoint where there is one; now and then decode held-out prompts.
 
     May be killed at any moment: the next run repeats what the last checkpoint does not hold, with the same result.
-    Raises InputError when a checkpoint cannot be written (disk full); the one before it stays.
+    Raises InputError when a checkpoint cannot be written (disk full), and the one before it stays; and for a folder
+    whose checkpoint was trained otherwise.
     """
-    state = resume(state, folder)
+    state = resume(state, folder, trainer.plan)
     begin, pending, first = time.perf_counter(), [], int(state.step)
     trim_log(folder / LOG, first)
     moved, every = state, trainer.plan
@@ -69,12 +71,18 @@ def run(
     return moved
 
 
-def resume(state: TrainState, folder: Path) -> TrainState:
-    """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes."""
+def resume(state: TrainState, folder: Path, plan: TrainPlan) -> TrainState:
+    """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes. Raises InputError for one
+    that another plan made."""
     path = folder / CHECKPOINT
     if not path.exists():
         return state
-    held, _ = load_state(path, state)
+    held, about = load_state(path, state)
+    old, new = about["plan"], asdict(plan)
+    changed = [name for name in new if name not in MAY_CHANGE and old.get(name) != new[name]]
+    if changed:
+        shown = ", ".join(f"{name} {old.get(name)} (now {new[name]})" for name in changed)
+        raise InputError(f"{path}: was trained with {shown}; use the same options, or a new folder")
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), held, state)
 
 

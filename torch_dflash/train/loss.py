@@ -183,6 +183,7 @@ def position_weights(objective: Objective, hard: Array, inside: Array, used: Arr
     """
     if objective.weights == "dynamic":
         return dynamic_weights(jnp.exp(-hard), inside), jnp.maximum(used.sum(), 1)
+    assert objective.weights == "exponential"
     weights = inside * jnp.exp(-jnp.arange(hard.shape[-1]) / objective.gamma)
     return weights, jnp.maximum(weights.sum(), 1e-6)
 
