@@ -96,6 +96,12 @@ def test_a_killed_run_goes_on_bit_for_bit(small, tmp_path: Path):
     logs = [[json.loads(line) | {"seconds": 0} for line in (f / LOG).read_text().splitlines()] for f in (whole, killed)]
     assert logs[0] == logs[1]
     assert [line["step"] for line in logs[0]] == [2, 3, 4, 6]
+    unlike = replace(
+        copy(state), step=state.step + 3
+    )  # what no training came to: a run from the start would not see it
+    save_state(killed / CHECKPOINT, unlike, {"step": 3, "plan": asdict(trainer.plan)})
+    other = run(trainer, copy(state), order, store, killed, 6)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(wanted), strict=True))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -222,7 +222,7 @@ def test_teachers_tokens_outside_the_candidates_are_left_out(tiny: Loaded):
         ids = jnp.broadcast_to(jnp.array(tokens, jnp.int32), (2, 12, 2))
         return Teacher(ids, jnp.broadcast_to(jnp.array([-1.0, -2.0]), ids.shape))
 
-    known, soft = int(ids[0]), loss(1.0)
+    known, soft = int(ids[1]), loss(1.0)
     alone, hard = float(soft(teaching(known, known))), float(loss(0.0)(teaching(known, known)))
     assert soft(teaching(known, absent[0])) == pytest.approx(alone, rel=1e-6)
     assert soft(teaching(absent[0], absent[0])) == pytest.approx(hard, rel=1e-6)
@@ -245,12 +245,14 @@ def test_measures_of_a_batch(tiny: Loaded):
     hidden = block_hidden(lowered, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
     labels, inside = block_labels(batch, 4)
     guesses = np.asarray((hidden @ frozen.head.T).argmax(axis=-1))
-    easy = replace(batch, token_ids=batch.token_ids.at[0, 3].set(int(guesses[0, 0, 0])))  # one that is right
+    ids = batch.token_ids.at[0, 3].set(int(guesses[0, 0, 0]))  # anchor 2: its first guess is right
+    ids = ids.at[0, 6].set((int(guesses[0, 1, 0]) + 1) % 11).at[0, 7].set(int(guesses[0, 1, 1]))  # anchor 5: its second
+    easy = replace(batch, token_ids=ids)
     labels, inside = block_labels(easy, 4)
     right = (guesses == np.asarray(labels)) & np.asarray(inside)
     steps = right[USED]
     _, measures = block_loss(lowered, EXPONENTIAL, params, frozen, features, easy, None)
-    assert steps[:, 0].any()
+    assert steps[:, 0].any() and (steps[:, 1] & ~steps[:, 0]).any()
     np.testing.assert_allclose(measures.acceptance, np.cumprod(steps, axis=1).mean(axis=0), rtol=1e-6)
     np.testing.assert_allclose(measures.tau, 1 + np.cumprod(steps, axis=1).sum(axis=1).mean(), rtol=1e-6)
 
