@@ -8,6 +8,7 @@ its log and, when it is finished, result.json. table.md and sweep.png are made f
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -162,11 +163,13 @@ def foresight(trainer: Trainer, params: Params, data: Data, store: Selected) -> 
 
 
 def step_seconds(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore) -> float:
-    """CPU seconds of this process for a step, the mean of a few more steps, which compile nothing new."""
-    begin, steps = time.process_time(), int(state.step) + TIMED_STEPS
-    *_, (last, _) = train(trainer, state, order, store, steps)
-    jax.block_until_ready(last)
-    return (time.process_time() - begin) / TIMED_STEPS
+    """CPU seconds of this process for a step: the median of a few more steps, so that compilations do not count."""
+    seconds, begin = [], time.process_time()
+    for moved, _ in train(trainer, state, order, store, int(state.step) + TIMED_STEPS):
+        jax.block_until_ready(moved)
+        seconds.append(time.process_time() - begin)
+        begin = time.process_time()
+    return statistics.median(seconds)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -176,7 +179,8 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = [[*head, "mean"], ["---"] * (len(head) + 1)]
     for result in results:
         taus = [result["held_out"][name]["tau"] for name in sets]
-        shown = [f"{tau:.2f}" for tau in (*result["foresight"].values(), *taus, sum(taus) / len(taus))]
+        shown = [f"{figure:.3f}" for figure in result["foresight"].values()]
+        shown += [f"{tau:.2f}" for tau in (*taus, sum(taus) / len(taus))]
         rows.append(
             [result["name"], f"{result['parameters'] / 1e6:.1f}", f"{result['cpu_seconds_per_step']:.2f}", *shown]
         )

@@ -58,7 +58,7 @@ def test_the_table_and_the_picture(sweep, tmp_path: Path):
     other = result | {"name": "other", "held_out": {"gsm8k": {"tau": 1.0}, "mbpp": {"tau": 1.0}}}
     lines = sweep.table([result, other]).splitlines()
     assert lines[0] == "| variant | M parameters | CPU s a step | loss | tau, forced | tau, gsm8k | tau, mbpp | mean |"
-    assert lines[2] == "| base | 11.9 | 0.65 | 3.21 | 1.25 | 1.50 | 2.00 | 1.75 |"
+    assert lines[2] == "| base | 11.9 | 0.65 | 3.214 | 1.250 | 1.50 | 2.00 | 1.75 |"
     assert lines[3].endswith("| 1.00 | 1.00 | 1.00 |")
     sweep.picture([result, other], tmp_path / "sweep.png")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
