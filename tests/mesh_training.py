@@ -1,26 +1,40 @@
-"""Run by test_train_loop.py with two fake devices: the losses of three steps, on one device and on both."""
+"""Run by test_train_command.py with two fake devices: the command on one device, on both, and on what does not fit.
 
-import jax
-import torch
+Prints JSON: for each run its exit code, on how many devices the state lay, and the last line of its log.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 from helpers import BYTES_PAIR
-from jax.sharding import AxisType
 
-from torch_dflash.pair import load_pair, load_target
-from torch_dflash.train.batches import BatchPlan, Order, make_data
-from torch_dflash.train.features import device_features
-from torch_dflash.train.loop import train
-from torch_dflash.train.pipeline import make_trainer
-from torch_dflash.train.records import Answer
-from torch_dflash.train.trainer import TrainPlan
-from torch_dflash.train.warm_start import drafter_config
+from torch_dflash import cli
+from torch_dflash.train import pipeline
+from torch_dflash.train.records import Answer, append_answers
 
-pair = load_pair(BYTES_PAIR / "target", None)
-data = make_data([Answer(i, (40, 41), tuple(97 + (i * j) % 7 for j in range(20))) for i in range(8)], 32)
-config = drafter_config(pair.target.config, 1, 4, 257, (1, 3))
-store = device_features(pair.target, pair.params["target"], (1, 3), data)
-for mesh in (None, jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
-    _, module = load_target(BYTES_PAIR / "target", torch.float32)
-    plan = TrainPlan(compute="float32", negatives=None, learning_rate=1e-2)
-    trainer, state = make_trainer(module, config, pair.params["target"], data, plan, mesh)
-    order = Order(data, BatchPlan(rows=4, anchors=2, max_tokens=32))
-    print(*(float(measures.loss) for _, measures in train(trainer, state, order, store, 3)))
+devices = []
+run = pipeline.run
+
+
+def watched(trainer: Any, state: Any, *rest: Any) -> Any:
+    devices.append(len(state.step.sharding.device_set))
+    return run(trainer, state, *rest)
+
+
+pipeline.run = watched
+folder = Path(sys.argv[1])
+prompts = folder / "prompts.jsonl"
+prompts.write_text("".join(json.dumps({"turns": [f"f{i}"]}) + "\n" for i in range(8)))
+answers = [Answer(i, tuple(f"f{i}".encode()), tuple(97 + (i * j) % 7 for j in range(20))) for i in range(8)]
+shape = ["--layers", "1", "--taps", "2", "--block-size", "4", "--anchors", "2", "--steps", "3", "--dtype", "float32"]
+for count, rows in ((1, 4), (2, 4), (2, 3), (3, 6)):
+    out = folder / f"{count}-{rows}"
+    out.mkdir()
+    append_answers(out / "answers.jsonl", answers)
+    own = ["--mesh", str(count), "--rows", str(rows), "--out", str(out)]
+    learning = ["--learning-rate", "1e-2", "--distill", "0.5"]
+    code = cli.main(["train", str(prompts), "--target", str(BYTES_PAIR / "target"), *shape, *own, *learning])
+    log = (out / "log.jsonl").read_text().splitlines() if code == 0 else ["null"]
+    print(json.dumps({"code": code, "devices": devices[-1], "log": json.loads(log[-1])}))

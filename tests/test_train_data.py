@@ -12,7 +12,7 @@ from torch_dflash.errors import InputError
 from torch_dflash.train.answers import AnswerPlan, write_answers
 from torch_dflash.train.batches import BatchPlan, Order, draw_anchors, generator, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
-from torch_dflash.train.features import cache_features, device_features, feature_function
+from torch_dflash.train.features import cache_features, device_features, signal_function
 from torch_dflash.train.invent import finished, openings
 from torch_dflash.train.records import Answer, append_answers, mend, read_answers, read_prompts, usable_length
 from torch_dflash.train.warm_start import default_taps
@@ -163,7 +163,7 @@ def test_features_on_disk_and_in_memory_are_the_targets(tmp_path: Path):
         cache_features(pair.target, params, taps, data, tmp_path),
         device_features(pair.target, params, taps, data),
     )
-    wanted = np.asarray(feature_function(pair.target, taps)(params, data.token_ids[2:3])[0])
+    wanted = np.asarray(signal_function(pair.target, taps)(params, data.token_ids[2:3])[0][0])
     length = data.lengths[2]
     for store in (stored, held):
         got = np.asarray(store.gather(data.offsets[2:3], 128)[0], np.float32)
@@ -173,8 +173,32 @@ def test_features_on_disk_and_in_memory_are_the_targets(tmp_path: Path):
     (tmp_path / "features.json").write_text(json.dumps(progress | {"texts_done": 0}))  # killed before the first batch
     cache_features(pair.target, params, taps, data, tmp_path)
     assert (tmp_path / "features.npy").read_bytes() == before
-    with pytest.raises(InputError, match="other texts or taps"):
+    with pytest.raises(InputError, match="other texts, taps or teacher"):
         cache_features(pair.target, params, (1, 4), data, tmp_path)
+
+
+def test_the_teacher_is_the_targets_distribution(tmp_path: Path):
+    """Behind each token of a greedy answer its likeliest token is the next one; all its tokens share probability 1."""
+    pair = golden_pair("trained-bytes")
+    params, size = pair.params["target"], pair.target.config.vocab_size
+    some = [Opening(i, tuple(prompt.encode()), 0) for i, prompt in enumerate(PROMPTS[:4])]
+    (answers,) = bulk_answers(pair.target, params, some, BulkPlan(4, 16, 6), (256,), 0)
+    data = make_data(answers, 128)
+    stores = (
+        cache_features(pair.target, params, (1, 3), data, tmp_path, size),
+        device_features(pair.target, params, (1, 3), data, size),
+    )
+    for teacher in (store.teacher(data.offsets, 32) for store in stores):
+        assert teacher.ids.shape == teacher.log_probs.shape == (len(answers), 32, size)
+        for row, answer in enumerate(answers):
+            first, length = len(answer.prompt_ids), len(answer.token_ids)
+            guesses = np.asarray(teacher.ids[row, first - 1 : length - 1, 0])
+            assert guesses.tolist() == list(answer.answer_ids)
+            shares = np.exp(np.asarray(teacher.log_probs[row, :length]))
+            np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-4)
+            assert (np.diff(shares, axis=-1) <= 0).all()
+    with pytest.raises(InputError, match="other texts, taps or teacher"):
+        cache_features(pair.target, params, (1, 3), data, tmp_path, size - 1)
 
 
 def test_default_taps():

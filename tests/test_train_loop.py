@@ -1,37 +1,37 @@
 """Training runs: bit-exact resume, full disks, meshes, export, and a byte-level drafter that really learns."""
 
 import errno
+import json
 import os
-import subprocess
-import sys
 from argparse import ArgumentParser
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from helpers import BYTES_PAIR, golden_pair
 from safetensors.numpy import load_file
+from test_dispatch import compilations
 
 from torch_dflash import Result, generate, load_pair
 from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.errors import InputError
 from torch_dflash.metrics import Stats, tau
-from torch_dflash.pair import Pair, load_target
+from torch_dflash.pair import Pair
 from torch_dflash.train import checkpoint
 from torch_dflash.train.batches import BatchPlan, Order, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
 from torch_dflash.train.checkpoint import load_state, save_state
 from torch_dflash.train.command import add_arguments, recipe_of
-from torch_dflash.train.evaluate import figures
+from torch_dflash.train.evaluate import HeldOut, HeldOutPlan, figures, make_held_out
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features import FeatureStore, device_features
 from torch_dflash.train.loop import CHECKPOINT, LOG, run, train, trim_log
 from torch_dflash.train.pipeline import make_trainer
-from torch_dflash.train.plot import plot_log
+from torch_dflash.train.plot import held_out_curves, plot_log
 from torch_dflash.train.records import Answer
 from torch_dflash.train.texts import free_mask_id
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, gamma_of
@@ -57,8 +57,7 @@ def trainer_of(
 ) -> tuple[Trainer, TrainState, Order, FeatureStore]:
     data, params = make_data(answers, batches.max_tokens), pair.params["target"]
     config = drafter_config(pair.target.config, 2, 8, MASK, TAPS)
-    _, module = load_target(BYTES_PAIR / "target", torch.float32)
-    trainer, state = make_trainer(module, config, params, data, plan)
+    trainer, state = make_trainer(config, params, data, plan)
     return trainer, state, Order(data, batches), device_features(pair.target, params, TAPS, data)
 
 
@@ -90,17 +89,24 @@ def test_a_killed_run_goes_on_bit_for_bit(small, tmp_path: Path):
     run(trainer, copy(state), order, store, killed, 6)
     for number, (held, _) in enumerate(train(trainer, copy(state), order, store, 6), 1):
         if number == 3:  # as if killed between step 4's log line and the next checkpoint
-            save_state(killed / CHECKPOINT, held, {"step": 3})
+            save_state(killed / CHECKPOINT, held, {"step": 3, "plan": asdict(trainer.plan)})
             break
     assert_same(run(trainer, copy(state), order, store, killed, 6), wanted)
     assert_same(load_state(killed / CHECKPOINT, state)[0], wanted)
-    steps = [line.split(",")[0] for line in (killed / LOG).read_text().splitlines()]
-    assert steps == ['{"step": 2', '{"step": 4', '{"step": 6']
+    logs = [[json.loads(line) | {"seconds": 0} for line in (f / LOG).read_text().splitlines()] for f in (whole, killed)]
+    assert logs[0] == logs[1]
+    assert [line["step"] for line in logs[0]] == [2, 3, 4, 6]
+    unlike = replace(
+        copy(state), step=state.step + 3
+    )  # what no training came to: a run from the start would not see it
+    save_state(killed / CHECKPOINT, unlike, {"step": 3, "plan": asdict(trainer.plan)})
+    other = run(trainer, copy(state), order, store, killed, 6)
+    assert any((a != b).any() for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(wanted), strict=True))
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     trainer, state, order, store = small
-    save_state(tmp_path / CHECKPOINT, state, {"step": 0})
+    save_state(tmp_path / CHECKPOINT, state, {"step": 0, "plan": asdict(trainer.plan)})
     before = (tmp_path / CHECKPOINT).read_bytes()
 
     def full(file: int) -> None:
@@ -113,8 +119,54 @@ def test_a_full_disk_leaves_the_checkpoint_before(small, tmp_path: Path, monkeyp
     assert {path.name for path in tmp_path.iterdir()} == {CHECKPOINT, LOG}
 
 
+@pytest.fixture(scope="module")
+def watched(small, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, HeldOut, TrainState]:
+    """The small run with two held-out sets, decoded at steps 4 and 6."""
+    trainer, state, order, store = small
+    plan = HeldOutPlan(4, {"some": HELD_OUT[:2], "other": HELD_OUT[1:]}, 12)
+    held_out = make_held_out(replace(golden_pair("trained-bytes"), drafter=None, compiled=set()), plan)
+    assert held_out is not None
+    folder = tmp_path_factory.mktemp("watched")
+    return folder, held_out, run(trainer, copy(state), order, store, folder, 6, held_out)
+
+
+def test_held_out_figures_are_those_of_decoding(small, watched):
+    """The last ones in the log are what the drafter of the last step does."""
+    trainer, _, _, _ = small
+    folder, held_out, state = watched
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    kinds = [(line["step"], "held_out" in line) for line in lines]
+    assert kinds == [(2, False), (3, False), (4, False), (4, True), (6, False), (6, True)]
+    pair = golden_pair("trained-bytes")
+    params = {name: np.asarray(value) for name, value in (state.params | trainer.buffers).items()}
+    fresh = replace(pair, drafter=trainer.drafter, params=pair.params | {"drafter": jax.tree.map(jnp.asarray, params)})
+    for name, prompts in held_out.plan.groups.items():
+        wanted = figures(name, generate(fresh, prompts, 12))
+        assert lines[-1]["held_out"][name] == json.loads(json.dumps(asdict(wanted)))
+        assert wanted.new_tokens == 12 * len(prompts)
+    assert len(lines[0]["acceptance"]) == 7
+    assert lines[0]["tau"] == pytest.approx(1 + sum(lines[0]["acceptance"]), abs=1e-3)
+
+
+def test_evaluation_compiles_once(small, watched):
+    """Another step's parameters run through what is compiled."""
+    trainer, _, _, _ = small
+    _, held_out, state = watched
+    params = {name: np.asarray(value) / 2 for name, value in state.params.items()} | trainer.buffers
+    with compilations() as seen:
+        held_out(trainer.drafter, params)
+    assert seen == []
+
+
+def test_a_held_out_prompt_must_fit(small):
+    pair = golden_pair("trained-bytes")
+    long = "x" * (pair.target.config.context_limit + 1)
+    with pytest.raises(InputError, match=r"held-out prompt of some has \d+ tokens"):
+        make_held_out(pair, HeldOutPlan(4, {"some": [long]}))
+
+
 def test_damaged_and_foreign_checkpoints_are_named(small, tmp_path: Path):
-    _, state, _, _ = small
+    trainer, state, order, store = small
     path = tmp_path / CHECKPOINT
     path.write_bytes(b"nothing")
     with pytest.raises(InputError, match="is damaged"):
@@ -122,6 +174,13 @@ def test_damaged_and_foreign_checkpoints_are_named(small, tmp_path: Path):
     save_state(path, {"other": np.zeros(3)}, {})
     with pytest.raises(InputError, match="belongs to another drafter"):
         load_state(path, state)
+    narrow = replace(state, params=state.params | {"fc.weight": state.params["fc.weight"][:, 1:]})
+    save_state(path, narrow, {})
+    with pytest.raises(InputError, match="belongs to another drafter"):
+        load_state(path, state)
+    save_state(path, state, {"step": 0, "plan": asdict(replace(trainer.plan, weights="dynamic", save_every=1))})
+    with pytest.raises(InputError, match=r"trained with weights dynamic \(now exponential\); use the same options"):
+        run(trainer, state, order, store, tmp_path, 6)
 
 
 def test_a_half_written_log_line_is_dropped(tmp_path: Path):
@@ -179,18 +238,6 @@ def test_figures_count_as_the_glossary_says():
     assert got.acceptance == (3 / 4, 2 / 4)
 
 
-def test_rows_spread_over_a_mesh():
-    """Data parallel on two devices gives the losses of one; needs a process of its own for the second device."""
-    script = Path(__file__).parent / "mesh_training.py"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, script], env=os.environ | flags, capture_output=True, text=True, cwd=script.parent, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    one, two = (np.array(line.split(), float) for line in done.stdout.splitlines())
-    np.testing.assert_allclose(one, two, rtol=1e-4)
-
-
 def test_mask_token_must_be_free():
     pair = golden_pair("trained-bytes")
     data = make_data([Answer(0, (1, 2), (3, 4, 5))], 16)
@@ -219,10 +266,13 @@ def test_arguments_for_an_accelerator_need_one():
         recipe_of(parser.parse_args(["a.jsonl", "--out", "run", "--invent", "8"]))
 
 
-def test_the_picture_of_a_run(tmp_path: Path):
-    lines = ['{"step": 10, "loss": 3.0, "tau": 1.1}', '{"step": 20, "loss": 2.0, "tau": 1.9}']
-    (tmp_path / LOG).write_text("\n".join(lines) + "\n")
-    plot_log(tmp_path / LOG, tmp_path / "log.png", {"gsm8k": 1.8})
+def test_the_picture_of_a_run(watched, tmp_path: Path):
+    folder, _, _ = watched
+    lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]
+    curves = held_out_curves(lines)
+    assert {name: [step for step, _ in curve] for name, curve in curves.items()} == {"some": [4, 6], "other": [4, 6]}
+    assert curves["some"][-1][1] == lines[-1]["held_out"]["some"]["tau"]
+    plot_log(folder / LOG, tmp_path / "log.png")
     assert (tmp_path / "log.png").read_bytes().startswith(b"\x89PNG")
 
 

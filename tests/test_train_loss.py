@@ -3,6 +3,7 @@
 Letters: R rows, T text length, A anchors, B block_size, H query heads, K key/value heads, d head_dim.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Loaded, golden_pair
@@ -22,18 +24,23 @@ from torch_dflash.pair import load_drafter
 from torch_dflash.propose import DrafterFunctions
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
-from torch_dflash.train.features import feature_function
+from torch_dflash.train.features import signal_function
 from torch_dflash.train.loss import (
+    ABSENT,
     Candidates,
     Frozen,
+    Objective,
+    Teacher,
     block_hidden,
     block_labels,
     block_loss,
+    dynamic_weights,
     lower_drafter,
     packed_attention,
 )
 
 GAMMA = 2.0
+EXPONENTIAL = Objective("exponential", GAMMA)
 ANCHORS = np.array([[2, 5, 9], [1, 4, 4]], np.int32)
 USED = np.array([[True, True, True], [True, True, False]])
 LENGTHS = np.array([12, 7], np.int32)
@@ -111,31 +118,56 @@ def eager_block(drafter: Drafter, features: Tensor, noise: Tensor, anchor: int) 
     return drafter(noise, torch.arange(anchor, anchor + noise.shape[1])[None], attend, None)
 
 
-def eager_loss(loaded: Loaded, drafter: Drafter, features: Tensor, batch: Batch) -> Tensor:
+def teacher_of(vocab_size: int, count: int = 3, width: int = 12) -> Teacher:
+    """Made up: some tokens and how likely they are, not adding up to 1."""
+    rng = np.random.default_rng(5)
+    ids = rng.random((2, width, vocab_size)).argsort(axis=-1)[..., :count].astype(np.int32)
+    shares = rng.random((2, width, count)) / count
+    return Teacher(jnp.asarray(ids), jnp.asarray(np.log(shares), jnp.float32))
+
+
+def eager_weights(objective: Objective, log_right: Tensor) -> Tensor:
+    """Of the positions of one block. log_right [n]: the drafter's log-probability of each right token."""
+    if objective.weights == "exponential":
+        return torch.exp(-torch.arange(len(log_right)) / objective.gamma)
+    smoothed = 0.5 * log_right.exp().detach() + 0.5
+    return torch.stack([sum(smoothed[: m + 1].prod() for m in range(j, len(smoothed))) for j in range(len(smoothed))])
+
+
+def eager_loss(loaded: Loaded, drafter: Drafter, features: Tensor, batch: Batch, objective: Objective) -> Tensor:
     """The same loss, one block after the other, for torch's own autograd."""
     size, ids = loaded.config.block_size, torch.from_numpy(np.array(batch.token_ids)).long()
-    total, weights = torch.zeros(()), 0.0
+    teacher = [torch.from_numpy(np.array(x)) for x in jax.tree.leaves(teacher_of(12))]
+    total, divisor = torch.zeros(()), 0.0
     for row, anchor in zip(*np.nonzero(USED), strict=True):
         at = int(ANCHORS[row, anchor])
         noise_ids = torch.tensor([[int(ids[row, at]), *[loaded.config.mask_token_id] * (size - 1)]])
         hidden = eager_block(drafter, features[row], loaded.target.embed(noise_ids), at)
-        logits = loaded.target.logits(hidden)[0]
-        for k in range(1, min(size, int(LENGTHS[row]) - at)):
-            weight = float(np.exp(-(k - 1) / GAMMA))
-            total = total + weight * F.cross_entropy(logits[k], ids[row, at + k])
-            weights += weight
-    return total / weights
+        end = min(at + size, int(LENGTHS[row]))
+        log_probs = loaded.target.logits(hidden)[0, 1 : end - at].log_softmax(dim=-1)
+        hard = log_probs.gather(1, ids[row, at + 1 : end, None])[:, 0]
+        token_ids, shares = (held[row, at : end - 1] for held in teacher)
+        soft = (log_probs.gather(1, token_ids.long()) * shares.softmax(dim=-1)).sum(dim=-1)
+        weights = eager_weights(objective, hard)
+        total = total - (weights * ((1 - objective.distill) * hard + objective.distill * soft)).sum()
+        divisor += weights.sum().item() if objective.weights == "exponential" else 1
+    return total / divisor
 
 
-def test_gradient_is_that_of_eager_torch(tiny: Loaded):
+@pytest.mark.parametrize(
+    "objective",
+    [EXPONENTIAL, Objective("dynamic", GAMMA), Objective("exponential", GAMMA, 0.3)],
+)
+def test_gradient_is_that_of_eager_torch(tiny: Loaded, objective: Objective):
     batch, features = batch_of(12), features_of(tiny)
     _, eager = load_drafter(tiny.folder / "draft", torch.float32)
-    wanted = eager_loss(tiny, eager.requires_grad_(True), torch.from_numpy(features), batch)
+    wanted = eager_loss(tiny, eager.requires_grad_(True), torch.from_numpy(features), batch, objective)
     wanted.backward()
     lowered, params = lowered_of(tiny)
 
     def loss(params: Any) -> jax.Array:
-        return block_loss(lowered, GAMMA, params, frozen_of(tiny), jnp.asarray(features), batch, None)[0]
+        data = jnp.asarray(features), batch, None, teacher_of(12) if objective.distill else None
+        return block_loss(lowered, objective, params, frozen_of(tiny), *data)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(params)
     np.testing.assert_allclose(value, wanted.item(), rtol=1e-5)
@@ -155,8 +187,8 @@ def test_padding_and_unused_anchors_change_nothing(tiny: Loaded):
     )
     garbage = features.copy()
     garbage[1, 7:] = 1e3
-    one, _ = block_loss(lowered, GAMMA, params, frozen, jnp.asarray(features), batch, None)
-    two, _ = block_loss(lowered, GAMMA, params, frozen, jnp.asarray(garbage), spoiled, None)
+    one, _ = block_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(features), batch, None)
+    two, _ = block_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(garbage), spoiled, None)
     np.testing.assert_array_equal(one, two)
 
 
@@ -165,10 +197,64 @@ def test_candidates_that_are_the_whole_vocabulary_change_nothing(tiny: Loaded):
     lowered, params = lowered_of(tiny)
     order = np.random.default_rng(0).permutation(12).astype(np.int32)
     every = Candidates(jnp.asarray(order), jnp.asarray(np.argsort(order).astype(np.int32)))
-    one, first = block_loss(lowered, GAMMA, params, frozen_of(tiny), features, batch, None)
-    two, second = block_loss(lowered, GAMMA, params, frozen_of(tiny), features, batch, every)
+    one, first = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, None)
+    two, second = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, every)
     np.testing.assert_allclose(one, two, rtol=1e-6)
     np.testing.assert_allclose(first.tau, second.tau)
+
+
+def test_teachers_tokens_outside_the_candidates_are_left_out(tiny: Loaded):
+    """As if the teacher had not named them; where it named no other, the hard token counts alone."""
+    batch, features = batch_of(12), jnp.asarray(features_of(tiny))
+    lowered, params = lowered_of(tiny)
+    ids = np.unique(np.asarray(batch.token_ids)[np.arange(12) < LENGTHS[:, None]]).astype(np.int32)
+    absent = sorted(set(range(12)) - set(ids.tolist()))
+    index = np.full(12, ABSENT, np.int32)
+    index[ids] = np.arange(len(ids))
+    some = Candidates(jnp.asarray(ids), jnp.asarray(index))
+
+    def loss(distill: float) -> Callable[[Teacher], jax.Array]:
+        objective = Objective("exponential", GAMMA, distill)
+        data = frozen_of(tiny), features, batch, some
+        return jax.jit(lambda teacher: block_loss(lowered, objective, params, *data, teacher)[0])
+
+    def teaching(*tokens: int) -> Teacher:
+        ids = jnp.broadcast_to(jnp.array(tokens, jnp.int32), (2, 12, 2))
+        return Teacher(ids, jnp.broadcast_to(jnp.array([-1.0, -2.0]), ids.shape))
+
+    known, soft = int(ids[1]), loss(1.0)
+    alone, hard = float(soft(teaching(known, known))), float(loss(0.0)(teaching(known, known)))
+    assert soft(teaching(known, absent[0])) == pytest.approx(alone, rel=1e-6)
+    assert soft(teaching(absent[0], absent[0])) == pytest.approx(hard, rel=1e-6)
+    assert alone != pytest.approx(hard, rel=1e-3)
+
+
+def test_dynamic_weights_are_the_worth_of_a_position():
+    """The closed form of arXiv:2605.18810: sums of products of smoothed probabilities, positions outside count none."""
+    right = jnp.array([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.6, 0.2, 0.9]])
+    inside = jnp.array([[True] * 3, [True] * 3, [True, True, False]])
+    wanted = [[3, 2, 1], [0.875, 0.375, 0.125], [0.8 + 0.8 * 0.6, 0.8 * 0.6, 0]]
+    np.testing.assert_allclose(dynamic_weights(right, inside), wanted, rtol=1e-6)
+
+
+def test_measures_of_a_batch(tiny: Loaded):
+    """Acceptance falls with the position and adds up to tau; both come from the guesses of used anchors alone."""
+    batch, features = batch_of(12), jnp.asarray(features_of(tiny))
+    lowered, params = lowered_of(tiny)
+    frozen = frozen_of(tiny)
+    hidden = block_hidden(lowered, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
+    labels, inside = block_labels(batch, 4)
+    guesses = np.asarray((hidden @ frozen.head.T).argmax(axis=-1))
+    ids = batch.token_ids.at[0, 3].set(int(guesses[0, 0, 0]))  # anchor 2: its first guess is right
+    ids = ids.at[0, 6].set((int(guesses[0, 1, 0]) + 1) % 11).at[0, 7].set(int(guesses[0, 1, 1]))  # anchor 5: its second
+    easy = replace(batch, token_ids=ids)
+    labels, inside = block_labels(easy, 4)
+    right = (guesses == np.asarray(labels)) & np.asarray(inside)
+    steps = right[USED]
+    _, measures = block_loss(lowered, EXPONENTIAL, params, frozen, features, easy, None)
+    assert steps[:, 0].any() and (steps[:, 1] & ~steps[:, 0]).any()
+    np.testing.assert_allclose(measures.acceptance, np.cumprod(steps, axis=1).mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(measures.tau, 1 + np.cumprod(steps, axis=1).sum(axis=1).mean(), rtol=1e-6)
 
 
 def test_labels_are_the_tokens_behind_the_anchor():
@@ -188,7 +274,7 @@ def test_training_sees_the_blocks_that_decoding_sees():
     text = np.frombuffer(b"def add(self, other):\n    return self.value + other.value\n", np.uint8)
     ids = jnp.asarray(text[None].astype(np.int32))
     anchors = jnp.array([[4, 17, 30]], jnp.int32)
-    features = feature_function(target, config.target_layer_ids)(params["target"], ids)
+    features = signal_function(target, config.target_layer_ids)(params["target"], ids)[0]
     lowered = DrafterFunctions(config, pair.drafter.absorb, pair.drafter.forward)  # the pair's own functions
     embedding = params["target"]["embed_tokens.weight"]
     hidden = jax.jit(partial(block_hidden, lowered))(params["drafter"], embedding, features, ids, anchors)

@@ -40,12 +40,13 @@ def encode_prompts(pair: Pair, prompts: Sequence[str], plan: AnswerPlan) -> dict
     """Prompt index -> token ids, through the chat template where there is one; in the plan's shuffled order."""
     order = list(range(len(prompts)))
     random.Random(plan.seed).shuffle(order)
-    ids = {index: tuple(_encode(pair, prompts[index])) for index in order}
+    ids = {index: tuple(prompt_ids(pair, prompts[index])) for index in order}
     short = {index: prompt for index, prompt in ids.items() if len(prompt) <= plan.max_prompt_tokens}
     return dict(list(short.items())[: plan.limit])
 
 
-def _encode(pair: Pair, text: str) -> list[int]:
+def prompt_ids(pair: Pair, text: str) -> list[int]:
+    """A user's text as the target gets it: through the chat template where there is one; bytes without a tokenizer."""
     if pair.tokenizer is None:
         return list(text.encode())
     return encode_prompt(as_chat(text, pair.tokenizer), pair.tokenizer, pair.target.config.vocab_size)

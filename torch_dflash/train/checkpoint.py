@@ -45,7 +45,8 @@ def load_state(path: Path, like: Any) -> tuple[Any, dict[str, Any]]:
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     leaves, shape = jax.tree_util.tree_flatten_with_path(like)
     names = [jax.tree_util.keystr(where) for where, _ in leaves]
-    if set(names) != tensors.keys():
+    shapes = {name: np.shape(leaf) for name, (_, leaf) in zip(names, leaves, strict=True)}
+    if {name: tensor.shape for name, tensor in tensors.items()} != shapes:
         raise InputError(f"{path}: belongs to another drafter; use a new folder")
     return jax.tree_util.tree_unflatten(shape, [tensors[name] for name in names]), json.loads(
         header["__metadata__"]["about"]

@@ -3,11 +3,18 @@
 import argparse
 from pathlib import Path
 
-from torch_dflash.errors import InputError
+from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
+from torch_dflash.train.evaluate import HeldOutPlan
 from torch_dflash.train.recipe import DrafterPlan, Recipe
+from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import TrainPlan
+
+COUNTS = (
+    *("layers", "taps", "max_new_tokens", "answer_rows", "rounds"),
+    *("steps", "rows", "anchors", "save_every", "eval_count", "mesh"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,15 +48,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--anchors", type=int, default=16, help="blocks of each text in a step (default: %(default)s)")
     add("--learning-rate", type=float, default=6e-4, help="at its highest (default: %(default)s)")
     add("--gamma", type=float, help="decay of the loss weights (default: 4 for blocks of 8, 7 for 16)")
+    add(
+        "--loss-weights",
+        choices=("exponential", "dynamic"),
+        default="exponential",
+        help="of a block's positions: falling by --gamma, or D-PACE's, from what the drafter knows already "
+        "(default: %(default)s)",
+    )
+    add(
+        "--distill",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of the loss against the target's 8 likeliest tokens, beside its choice (default: %(default)s)",
+    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: %(default)s)")
     add("--save-every", type=int, default=200, help="steps between checkpoints (default: %(default)s)")
+    add("--eval-every", type=int, default=0, help="steps between real decoding of held-out prompts (default: never)")
+    add("--eval-prompts", nargs="+", type=Path, default=(), metavar="FILE", help="held-out prompts, like PROMPTS")
+    add("--eval-count", type=int, default=8, help="prompts of each of these files (default: %(default)s)")
+    add("--eval-tokens", type=int, default=64, help="longest held-out answer (default: %(default)s)")
+    add("--mesh", type=int, default=1, help="devices that share the rows of a step (default: %(default)s)")
     add("--seed", type=int, default=0)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """The arguments as a recipe. Raises InputError for some that do not fit together."""
+    """The arguments as a recipe. Raises InputError for those that are out of range or do not fit together."""
+    for name in COUNTS:
+        checked_integer(vars(args)[name], f"--{name.replace('_', '-')}", 1)
+    checked_integer(args.block_size, "--block-size", 2, why="the anchor and a draft")
+    if args.limit is not None:
+        checked_integer(args.limit, "--limit", 1)
     if not args.accelerator and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
         raise InputError("--invent, --rounds and --answer-tokens need --accelerator")
+    if args.loss_weights == "dynamic" and args.gamma is not None:
+        raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
+    if not 0 <= args.distill <= 1:
+        raise InputError(f"--distill is {args.distill}: use a share in 0..1")
     return Recipe(
         drafter=DrafterPlan(args.layers, args.block_size, args.taps, tuple(args.tap_layers), args.mask_token_id),
         answers=AnswerPlan(args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit),
@@ -57,12 +92,16 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         training=TrainPlan(
             steps=args.steps,
             learning_rate=args.learning_rate,
+            weights=args.loss_weights,
             gamma=args.gamma,
+            distill=args.distill,
             negatives=None if args.accelerator else TrainPlan().negatives,
             compute=args.dtype,
             seed=args.seed,
             save_every=args.save_every,
         ),
+        held_out=_held_out(args),
+        mesh=args.mesh,
         invented=args.invent,
         accelerator=args.accelerator,
         rounds=args.rounds,
@@ -71,12 +110,27 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     )
 
 
+def _held_out(args: argparse.Namespace) -> HeldOutPlan:
+    """Reads the prompts."""
+    if bool(args.eval_prompts) != (args.eval_every != 0):
+        raise InputError("--eval-every and --eval-prompts need each other")
+    every = checked_integer(args.eval_every, "--eval-every", 0)
+    tokens = checked_integer(args.eval_tokens, "--eval-tokens", 2, why="the first comes from prefill")
+    groups = {path.stem: read_prompts(path)[: args.eval_count] for path in args.eval_prompts}
+    if len(groups) < len(args.eval_prompts):
+        raise InputError("--eval-prompts: two files have the same name")
+    return HeldOutPlan(every, groups, tokens)
+
+
 def run(args: argparse.Namespace) -> int:
     """The subcommand. Raises InputError."""
+    recipe, groups = recipe_of(args), [read_prompts(path) for path in args.prompts]
     from torch_dflash.train.pipeline import make_drafter  # JAX and torch take seconds to load
-    from torch_dflash.train.records import read_prompts
 
-    drafter = make_drafter(args.target, [read_prompts(path) for path in args.prompts], recipe_of(args), args.out)
+    try:
+        drafter = make_drafter(args.target, groups, recipe, args.out)
+    except OSError as error:
+        raise InputError(f"--out {args.out}: {error}; what is written stays: mend that and run again") from None
     print(f"drafter: {drafter}")
     return 0
 

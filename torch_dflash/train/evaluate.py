@@ -6,14 +6,21 @@ python -m torch_dflash.train.evaluate DRAFTER gsm8k.jsonl humaneval.jsonl --coun
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.views import Params
 from torch_dflash.api import Result, generate
+from torch_dflash.errors import InputError
 from torch_dflash.pair import Pair, load_pair
-from torch_dflash.tokenizer import as_chat
+from torch_dflash.propose import DrafterFunctions
+from torch_dflash.train.answers import prompt_ids
 from torch_dflash.train.records import read_prompts
+from torch_dflash.train.trainer import BUFFERS
 
 
 @dataclass(frozen=True)
@@ -33,8 +40,11 @@ class SetFigures:
 
 
 def figures(name: str, results: Sequence[Result]) -> SetFigures:
-    """What a set's results come to. Prompts whose answer ended with prefill's token have no step and do not count."""
+    """What a set's results come to. Prompts whose answer ended with prefill's token have no step and do not count;
+    without any step tau is 0."""
     stats = [result.stats for result in results if result.stats.steps]
+    if not stats:
+        return SetFigures(name, len(results), 0, 0, 0.0, 0.0, ())
     steps = sum(s.steps for s in stats)
     histogram = [sum(column) for column in zip(*(s.accept_histogram for s in stats), strict=True)]
     acceptance = tuple(sum(histogram[k:]) / steps for k in range(1, len(histogram)))
@@ -45,7 +55,49 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
 
 def evaluate(pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int) -> SetFigures:
     """Greedy answers to prompts (through the chat template where there is one)."""
-    return figures(name, generate(pair, [as_chat(prompt, pair.tokenizer) for prompt in prompts], max_new_tokens))
+    return figures(name, generate(pair, [prompt_ids(pair, prompt) for prompt in prompts], max_new_tokens))
+
+
+@dataclass(frozen=True)
+class HeldOutPlan:
+    """Evaluation while training: prompt sets by name, every so many steps (0: never) and after the last."""
+
+    every: int = 0
+    groups: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    max_new_tokens: int = 64
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The plan with a target to decode with."""
+
+    pair: Pair
+    plan: HeldOutPlan
+
+    def due(self, step: int, steps: int) -> bool:
+        return step % self.plan.every == 0 or step == steps
+
+    def __call__(self, drafter: DrafterFunctions, params: Params) -> dict[str, SetFigures]:
+        """Decode with a drafter under training, its parameters rounded to the pair's dtype, buffers as they are.
+
+        Parameters are arguments of what is compiled: only the first call compiles.
+        """
+        held = {name: jnp.asarray(np.asarray(value)) for name, value in params.items()}
+        cast = {name: value if name in BUFFERS else value.astype(self.pair.dtype) for name, value in held.items()}
+        pair = replace(self.pair, drafter=drafter, params=self.pair.params | {"drafter": cast})
+        return {name: evaluate(pair, name, some, self.plan.max_new_tokens) for name, some in self.plan.groups.items()}
+
+
+def make_held_out(pair: Pair, plan: HeldOutPlan) -> HeldOut | None:
+    """None where nothing is to be evaluated. Raises InputError for a prompt that does not fit the target."""
+    if not plan.every:
+        return None
+    limit = pair.target.config.context_limit
+    for name, prompts in plan.groups.items():
+        longest = max(len(prompt_ids(pair, prompt)) for prompt in prompts)
+        if longest >= limit:
+            raise InputError(f"a held-out prompt of {name} has {longest} tokens and the target's context {limit}")
+    return HeldOut(pair, plan)
 
 
 def line(result: SetFigures) -> str:

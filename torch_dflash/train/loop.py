@@ -14,11 +14,13 @@ from tqdm import tqdm
 from torch_dflash.errors import InputError
 from torch_dflash.train.batches import Order
 from torch_dflash.train.checkpoint import load_state, save_state, write_atomically
+from torch_dflash.train.evaluate import HeldOut
 from torch_dflash.train.features import FeatureStore
 from torch_dflash.train.loss import Measures
-from torch_dflash.train.trainer import Trainer, TrainState
+from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
+MAY_CHANGE = ("steps", "log_every", "save_every")  # fields of the plan that another start of a run may change
 
 
 def train(
@@ -28,39 +30,59 @@ def train(
     for number in range(int(state.step), steps):
         batch, offsets = order.batch(number)
         features = store.gather(offsets, batch.token_ids.shape[1])
-        state, measures = trainer.step(state, number, steps, features, batch)
+        teacher = store.teacher(offsets, batch.token_ids.shape[1]) if trainer.plan.distill else None
+        state, measures = trainer.step(state, number, steps, features, batch, teacher)
         yield state, measures
 
 
-def run(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, folder: Path, steps: int) -> TrainState:
-    """Train to step `steps`, from the folder's checkpoint where there is one.
+def run(
+    trainer: Trainer,
+    state: TrainState,
+    order: Order,
+    store: FeatureStore,
+    folder: Path,
+    steps: int,
+    held_out: HeldOut | None = None,
+) -> TrainState:
+    """Train to step `steps`, from the folder's checkpoint where there is one; now and then decode held-out prompts.
 
     May be killed at any moment: the next run repeats what the last checkpoint does not hold, with the same result.
-    Raises InputError when a checkpoint cannot be written (disk full); the one before it stays.
+    Raises InputError when a checkpoint cannot be written (disk full), and the one before it stays; and for a folder
+    whose checkpoint was trained otherwise.
     """
-    state = resume(state, folder)
+    state = resume(state, folder, trainer.plan)
     begin, pending, first = time.perf_counter(), [], int(state.step)
     trim_log(folder / LOG, first)
     moved, every = state, trainer.plan
     with tqdm(total=steps, initial=first, desc="train", unit="step", mininterval=1) as bar:
         for number, (moved, measures) in enumerate(train(trainer, state, order, store, steps), first + 1):
             pending.append(measures)
-            if number == steps or number % every.log_every == 0:
+            saving = number == steps or number % every.save_every == 0
+            if saving or number % every.log_every == 0:  # a checkpoint never parts the steps of one line
                 line = _log(folder / LOG, number, pending, time.perf_counter() - begin)
                 bar.set_postfix(loss=line["loss"], tau=line["tau"], refresh=False)
                 bar.update(len(pending))
                 pending = []
-            if number == steps or number % every.save_every == 0:
+            if held_out is not None and held_out.due(number, steps):
+                figures = held_out(trainer.drafter, moved.params | trainer.buffers)
+                _append(folder / LOG, {"step": number, "held_out": {name: asdict(f) for name, f in figures.items()}})
+            if saving:
                 _save(folder / CHECKPOINT, moved, number, trainer)
     return moved
 
 
-def resume(state: TrainState, folder: Path) -> TrainState:
-    """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes."""
+def resume(state: TrainState, folder: Path, plan: TrainPlan) -> TrainState:
+    """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes. Raises InputError for one
+    that another plan made."""
     path = folder / CHECKPOINT
     if not path.exists():
         return state
-    held, _ = load_state(path, state)
+    held, about = load_state(path, state)
+    old, new = about["plan"], asdict(plan)
+    changed = [name for name in new if name not in MAY_CHANGE and old.get(name) != new[name]]
+    if changed:
+        shown = ", ".join(f"{name} {old.get(name)} (now {new[name]})" for name in changed)
+        raise InputError(f"{path}: was trained with {shown}; use the same options, or a new folder")
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), held, state)
 
 
@@ -89,7 +111,12 @@ def _log(path: Path, number: int, measures: list[Measures], seconds: float) -> d
         "loss": round(float(mean.loss), 4),
         "tau": round(float(mean.tau), 4),
         "accuracy": [round(float(value), 4) for value in mean.accuracy],
+        "acceptance": [round(float(value), 4) for value in mean.acceptance],
     }
+    _append(path, line)
+    return line
+
+
+def _append(path: Path, line: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
-    return line

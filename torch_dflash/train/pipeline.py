@@ -8,28 +8,27 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import torch
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from bridge.views import Params, take_params
 from torch_dflash.config import DrafterConfig
 from torch_dflash.errors import InputError
-from torch_dflash.hub import resolve_target
-from torch_dflash.models.target import Target
-from torch_dflash.pair import Pair, load_pair, load_target
+from torch_dflash.pair import Pair, load_pair
 from torch_dflash.train.batches import Data, Order
 from torch_dflash.train.checkpoint import write_atomically
+from torch_dflash.train.evaluate import make_held_out
 from torch_dflash.train.export import export_drafter
 from torch_dflash.train.features import FeatureStore, cache_features, device_features
 from torch_dflash.train.loop import LOG, run, train
 from torch_dflash.train.loss import Frozen, lower_drafter
 from torch_dflash.train.plot import plot_log
-from torch_dflash.train.recipe import Recipe
+from torch_dflash.train.recipe import DrafterPlan, Recipe
 from torch_dflash.train.texts import free_mask_id, label_vocabulary, make_answers, prepare
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
 from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
 
 CALIBRATION_STEPS = 30
+TEACHER_SIZE = 8  # the target's tokens that distillation sees at each position
 
 
 def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> Path:
@@ -37,44 +36,58 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
 
     Returns the folder of the finished drafter.
     """
+    mesh = make_mesh(recipe)
     folder.mkdir(parents=True, exist_ok=True)
     pair = load_pair(target, None, recipe.training.compute)
+    held_out = make_held_out(pair, recipe.held_out)
     data = prepare(make_answers(pair, groups, recipe, folder), recipe.batches.max_tokens)
     if len(data.lengths) < recipe.batches.rows:
         raise InputError(
             f"{len(data.lengths)} usable answers do not fill a step of {recipe.batches.rows}: lower --rows"
         )
-    config = _config(pair, data, recipe)
+    config = settled_config(pair, data, recipe.drafter)
     params = pair.params["target"]
-    trainer, state = make_trainer(
-        load_target(resolve_target(target), torch.float32)[1], config, params, data, recipe.training
-    )
+    trainer, state = make_trainer(config, params, data, recipe.training, mesh)
     store: FeatureStore
+    teacher_size = TEACHER_SIZE if recipe.training.distill else 0
     if recipe.accelerator:
-        store = device_features(pair.target, params, config.target_layer_ids, data)
+        store = device_features(pair.target, params, config.target_layer_ids, data, teacher_size)
     else:
-        store = cache_features(pair.target, params, config.target_layer_ids, data, folder)
+        store = cache_features(pair.target, params, config.target_layer_ids, data, folder, teacher_size)
     order = Order(data, recipe.batches)
     steps = settled_steps(trainer, state, order, store, recipe, folder)
-    state = run(trainer, state, order, store, folder, steps)
+    state = run(trainer, state, order, store, folder, steps, held_out)
     eos = pair.target.config.eos_token_ids
     export_drafter(config, state.params, folder / "drafter", eos[0] if eos else None)
     plot_log(folder / LOG, folder / "log.png")
     return folder / "drafter"
 
 
-def _config(pair: Pair, data: Data, recipe: Recipe) -> DrafterConfig:
-    plan, target = recipe.drafter, pair.target.config
+def settled_config(pair: Pair, data: Data, plan: DrafterPlan) -> DrafterConfig:
+    """The plan with what it leaves open: mask token and taps. Raises InputError."""
+    target = pair.target.config
     mask = free_mask_id(pair, data) if plan.mask_token_id is None else plan.mask_token_id
     taps = plan.taps or default_taps(target.num_layers, plan.num_taps)
     return drafter_config(target, plan.num_layers, plan.block_size, mask, taps)
 
 
+def make_mesh(recipe: Recipe) -> Mesh | None:
+    """The devices that share the rows of a step; None for one. Raises InputError."""
+    count, devices = recipe.mesh, jax.devices()
+    if not 1 <= count <= len(devices):
+        raise InputError(f"--mesh is {count}: this machine has {len(devices)} device(s), use 1..{len(devices)}")
+    if recipe.batches.rows % count:
+        raise InputError(f"--rows is {recipe.batches.rows}: use a multiple of --mesh, {count}")
+    if count == 1:
+        return None
+    return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:count])
+
+
 def make_trainer(
-    target: Target, config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
+    config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
 ) -> tuple[Trainer, TrainState]:
-    """A warm-started drafter, ready to train. `target` still holds its weights."""
-    module = warm_start(config, target)
+    """A drafter warm-started from the target's parameters, ready to train."""
+    module = warm_start(config, target_params)
     lowered = lower_drafter(module, config)
     params, buffers = split_buffers(take_params(module))
     embedding = target_params["embed_tokens.weight"]

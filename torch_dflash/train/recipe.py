@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
+from torch_dflash.train.evaluate import HeldOutPlan
 from torch_dflash.train.trainer import TrainPlan
 
 
@@ -26,6 +27,8 @@ class Recipe:
     answers: AnswerPlan = field(default_factory=AnswerPlan)
     batches: BatchPlan = field(default_factory=BatchPlan)
     training: TrainPlan = field(default_factory=TrainPlan)
+    held_out: HeldOutPlan = field(default_factory=HeldOutPlan)
+    mesh: int = 1  # devices that share the rows of a step
     invented: int = 0
     accelerator: bool = False  # answers in bulk and features in device memory, instead of engine and disk
     rounds: int = 1  # bulk answers: once greedily, then with varied openings, until one of these limits

@@ -15,14 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bridge.views import Params
 from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.batches import Batch, generator
-from torch_dflash.train.loss import Candidates, Frozen, Measures, block_loss
+from torch_dflash.train.loss import ABSENT, Candidates, Frozen, Measures, Objective, Teacher, block_loss
 
 BUFFERS = ("rotary.inv_freq",)  # part of a module's state, never trained, never cast
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How a drafter is trained. gamma None: 4, 5, 7 for blocks of 8, 10, 16.
+    """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16.
 
     negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
     compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
@@ -33,7 +33,9 @@ class TrainPlan:
     warm_up: float = 0.04
     clip: float = 1.0
     weight_decay: float = 0.01
+    weights: str = "exponential"
     gamma: float | None = None
+    distill: float = 0.0
     negatives: int | None = 1024
     compute: str = "bfloat16"
     seed: int = 0
@@ -101,13 +103,14 @@ class Trainer:
         return jax.devices()[0] if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
 
     def step(
-        self, state: TrainState, number: int, steps: int, features: Any, batch: Batch
+        self, state: TrainState, number: int, steps: int, features: Any, batch: Batch, teacher: Teacher | None
     ) -> tuple[TrainState, Measures]:
         """Step `number` of `steps`. `state` is donated. Does not wait for the device."""
         if self.mesh is not None:
-            batch, features = jax.device_put((batch, features), NamedSharding(self.mesh, PartitionSpec("data")))
+            spread = NamedSharding(self.mesh, PartitionSpec("data"))
+            batch, features, teacher = jax.device_put((batch, features, teacher), spread)
         candidates = self.candidates(number)
-        return self._compiled(state, np.float32(steps), self._frozen, features, batch, candidates)
+        return self._compiled(state, np.float32(steps), self._frozen, features, batch, candidates, teacher)
 
     def candidates(self, number: int) -> Candidates | None:
         """The label vocabulary and, beside it, ids drawn afresh for each step."""
@@ -115,9 +118,10 @@ class Trainer:
             return None
         others, count = self._other_ids, min(self.plan.negatives or 0, len(self._other_ids))
         drawn = generator(self.plan.seed, 3, number).choice(others, count, replace=False)
-        index = np.zeros(self.frozen.head.shape[0], np.int32)
-        index[self.vocabulary] = np.arange(len(self.vocabulary))
-        return Candidates(np.concatenate([self.vocabulary, drawn]), index)
+        ids = np.concatenate([self.vocabulary, drawn])
+        index = np.full(self.frozen.head.shape[0], ABSENT, np.int32)
+        index[ids] = np.arange(len(ids))
+        return Candidates(ids, index)
 
     @functools.cached_property
     def _other_ids(self) -> np.ndarray:
@@ -128,11 +132,12 @@ class Trainer:
     def _frozen(self) -> Frozen:
         return self.frozen if self.mesh is None else jax.device_put(self.frozen, self._everywhere)
 
-    def loss(self, params: Params, frozen: Frozen, features: Any, batch: Batch, candidates: Any) -> Any:
+    def loss(self, params: Params, frozen: Frozen, features: Any, batch: Batch, candidates: Any, teacher: Any) -> Any:
         """(loss, measures), with products in the plan's dtype. `params` are the trained ones."""
         params, frozen, features = jax.tree.map(lambda x: x.astype(self.plan.compute), (params, frozen, features))
         gamma = self.plan.gamma or gamma_of(self.drafter.config.block_size)
-        return block_loss(self.drafter, gamma, params | self.buffers, frozen, features, batch, candidates)
+        goal = Objective(self.plan.weights, gamma, self.plan.distill)
+        return block_loss(self.drafter, goal, params | self.buffers, frozen, features, batch, candidates, teacher)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., tuple[TrainState, Measures]]:

@@ -3,14 +3,17 @@
 Letters: F taps, D target hidden size.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from bridge.views import Params
 from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
 from torch_dflash.config_draft import default_target_layer_ids
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
-from torch_dflash.models.target import Target
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -54,18 +57,25 @@ def drafter_config(
     )
 
 
-def warm_start(config: DrafterConfig, target: Target) -> Drafter:
-    """A float32 drafter: layers are target layers spread over the upper half, `fc` averages the taps, norms are 1."""
+def warm_start(config: DrafterConfig, target: Params) -> Drafter:
+    """A float32 drafter: layers are target layers spread over the upper half, `fc` averages the taps, norms are 1.
+
+    target: the target's parameters, in any dtype.
+    """
     drafter = Drafter(config)
     _fill_average(drafter.fc.weight, len(config.target_layer_ids))
     total, count = len(target.layers), len(config.layers)
     for index, layer in enumerate(drafter.layers):
-        source = target.layers[total - 1 - (count - 1 - index) * max(total // (2 * count), 1)]
-        held = {name: tensor.detach().float() for name, tensor in source.state_dict().items()}
+        source = f"layers.{total - 1 - (count - 1 - index) * max(total // (2 * count), 1)}."
+        held = {name.removeprefix(source): _tensor(value) for name, value in target.items() if name.startswith(source)}
         layer.load_state_dict({name: held.get(name, torch.ones_like(t)) for name, t in layer.state_dict().items()})
-    drafter.norm.weight.data.copy_(target.norm.weight.detach())
+    drafter.norm.weight.data.copy_(_tensor(target["norm.weight"]))
     drafter.hidden_norm.weight.data.fill_(1.0)
     return drafter.requires_grad_(False)
+
+
+def _tensor(value: Any) -> Tensor:
+    return torch.from_numpy(np.array(value, np.float32))
 
 
 def _fill_average(weight: Tensor, taps: int) -> None:
