@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import golden_pair
 
+from torch_dflash import generate
 from torch_dflash.errors import InputError
 from torch_dflash.train.answers import AnswerPlan, write_answers
 from torch_dflash.train.batches import BatchPlan, Order, draw_anchors, generator, make_data
@@ -61,6 +62,23 @@ def test_interrupted_answers_go_on_without_repeating(tmp_path: Path):
     assert sorted(answer.index for answer in read_answers(killed)) == list(range(len(PROMPTS)))
     write_answers(pair, PROMPTS, killed, PLAN)
     assert len(read_answers(killed)) == len(PROMPTS)
+
+
+def test_a_share_of_the_answers_is_drawn(tmp_path: Path):
+    """Each with its own seed, so that it does not matter when it is written; the others stay greedy."""
+    pair, path, half = golden_pair("trained-bytes"), tmp_path / "greedy.jsonl", tmp_path / "half.jsonl"
+    mixed = replace(PLAN, sampled=0.5)
+    write_answers(pair, PROMPTS, path, PLAN)
+    write_answers(pair, PROMPTS, half, mixed)
+    greedy = {answer.index: answer for answer in read_answers(path)}
+    answers = read_answers(half)
+    sampling = [mixed.sampling(answer.index) for answer in answers]
+    prompts, options = [answer.prompt_ids for answer in answers], {"method": "plain", "rows": mixed.rows}
+    expected = generate(pair, prompts, mixed.max_new_tokens, sampling=sampling, **options)
+    assert [list(answer.answer_ids) for answer in answers] == [result.token_ids for result in expected]
+    assert all(a == greedy[a.index] for a, chosen in zip(answers, sampling, strict=True) if chosen.is_greedy)
+    assert {True, False} == {mixed.sampling(index).is_greedy for index in range(len(PROMPTS))}
+    assert any(answer != greedy[answer.index] for answer in answers)
 
 
 def test_answers_of_other_prompts_are_not_mixed(tmp_path: Path):

@@ -229,7 +229,7 @@ def test_a_byte_level_drafter_learns(tmp_path: Path):
 def test_figures_count_as_the_glossary_says():
     def result(new_tokens: int, steps: int, histogram: tuple[int, ...]) -> Result:
         each = Stats(5, new_tokens, steps, tau(new_tokens, steps), histogram, 0, 0, 0, 0)
-        return Result((1,) * new_tokens, None, "length", each, None)
+        return Result((1,) * new_tokens, None, "length", each, None, None, None)
 
     got = figures("set", [result(7, 3, (1, 1, 1)), result(5, 1, (0, 0, 1)), result(1, 0, (0, 0, 0))])
     assert (got.prompts, got.new_tokens, got.steps) == (3, 12, 4)

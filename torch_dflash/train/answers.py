@@ -1,7 +1,6 @@
-"""The target's own answers to prompts, written by this project's engine. Greedy.
+"""The target's own answers to prompts, written by this project's engine: greedy and drawn ones mixed.
 
-Sampled answers need the engine's sampler, which does not exist yet: `Request` is where a temperature will go. Until
-then `bulk.py`, made for accelerators, is the one that samples.
+`bulk.py`, made for accelerators, does the same for a hundred times as many.
 """
 
 import random
@@ -14,6 +13,7 @@ from tqdm import tqdm
 
 from torch_dflash.engine import Engine
 from torch_dflash.errors import InputError
+from torch_dflash.options import GREEDY, Sampling
 from torch_dflash.pace import Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Plain
@@ -27,13 +27,23 @@ STEPS_PER_DISPATCH = 8
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """How answers are made. `limit` None answers every prompt; longer prompts than max_prompt_tokens are left out."""
+    """How answers are made. `limit` None answers every prompt; longer prompts than max_prompt_tokens are left out.
+
+    sampled: share of the prompts whose answer is drawn at temperature 1, with a seed of its own; the others are
+    answered greedily.
+    """
 
     rows: int = 32
     max_new_tokens: int = 256
     max_prompt_tokens: int = 256
     seed: int = 0
     limit: int | None = None
+    sampled: float = 0.0
+
+    def sampling(self, index: int) -> Sampling:
+        """How the tokens of the answer to prompt `index` are chosen."""
+        drawn = random.Random(f"{self.seed} {index}").random() < self.sampled
+        return Sampling(temperature=1.0, seed=(self.seed << 32) + index) if drawn else GREEDY
 
 
 def encode_prompts(pair: Pair, prompts: Sequence[str], plan: AnswerPlan) -> dict[int, tuple[int, ...]]:
@@ -80,7 +90,9 @@ def _run(pair: Pair, wanted: dict[int, tuple[int, ...]], path: Path, plan: Answe
 def _finished(pair: Pair, wanted: dict[int, tuple[int, ...]], plan: AnswerPlan) -> Iterator[list[Answer]]:
     """Answers as they finish, one list for each dispatch."""
     stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
-    requests = [Request(index, ids, plan.max_new_tokens, stop_ids) for index, ids in wanted.items()]
+    requests = [
+        Request(index, ids, plan.max_new_tokens, stop_ids, plan.sampling(index)) for index, ids in wanted.items()
+    ]
     engine = _engine(pair, requests, plan.rows)
     while not engine.idle:
         runs = {run.request.index: run for run in engine.step() if run.finish_reason is not None}

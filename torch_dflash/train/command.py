@@ -30,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mask-token-id", type=int, help="default: the last special token that no text contains")
     add("--limit", type=int, help="answer only so many prompts")
     add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
+    add(
+        "--sampled",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of answers drawn at temperature 1 (default: 0)",
+    )
     add("--answer-rows", type=int, default=32, help="answers written at a time (default: %(default)s)")
     add("--accelerator", action="store_true", help="answers in bulk, features in device memory, loss over all ids")
     add("--invent", type=int, default=0, help="with --accelerator: try so many prompts of the target's own")
@@ -83,11 +90,17 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         raise InputError("--invent, --rounds and --answer-tokens need --accelerator")
     if args.loss_weights == "dynamic" and args.gamma is not None:
         raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
-    if not 0 <= args.distill <= 1:
-        raise InputError(f"--distill is {args.distill}: use a share in 0..1")
+    for name in ("distill", "sampled"):
+        if not 0 <= vars(args)[name] <= 1:
+            raise InputError(f"--{name} is {vars(args)[name]}: use a share in 0..1")
+    if args.accelerator and args.sampled:
+        raise InputError("--sampled is for answers without --accelerator, which has --rounds")
+    checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
         drafter=DrafterPlan(args.layers, args.block_size, args.taps, tuple(args.tap_layers), args.mask_token_id),
-        answers=AnswerPlan(args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit),
+        answers=AnswerPlan(
+            args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit, sampled=args.sampled
+        ),
         batches=BatchPlan(args.rows, args.anchors, seed=args.seed),
         training=TrainPlan(
             steps=args.steps,

@@ -16,6 +16,7 @@ import numpy as np
 from bridge.views import Params
 from torch_dflash.api import Result, generate
 from torch_dflash.errors import InputError
+from torch_dflash.options import Sampling
 from torch_dflash.pair import Pair, load_pair
 from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.answers import prompt_ids
@@ -53,9 +54,13 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
     return SetFigures(name, len(results), sum(s.new_tokens for s in stats), steps, kept / steps, mean, acceptance)
 
 
-def evaluate(pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int) -> SetFigures:
-    """Greedy answers to prompts (through the chat template where there is one)."""
-    return figures(name, generate(pair, [prompt_ids(pair, prompt) for prompt in prompts], max_new_tokens))
+def evaluate(
+    pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int, temperature: float = 0.0
+) -> SetFigures:
+    """Answers to prompts (through the chat template where there is one). Above temperature 0 prompt i has seed i."""
+    sampling = [Sampling(temperature=temperature, seed=i) for i in range(len(prompts))]
+    ids = [prompt_ids(pair, prompt) for prompt in prompts]
+    return figures(name, generate(pair, ids, max_new_tokens, sampling=sampling))
 
 
 @dataclass(frozen=True)
@@ -114,10 +119,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
     pair = load_pair(args.target, args.drafter, args.dtype)
     for path in args.prompts:
-        result = evaluate(pair, path.stem, read_prompts(path)[: args.count], args.max_new_tokens)
+        result = evaluate(pair, path.stem, read_prompts(path)[: args.count], args.max_new_tokens, args.temperature)
         print(json.dumps(asdict(result)), flush=True)
         print(line(result), file=sys.stderr, flush=True)
     return 0

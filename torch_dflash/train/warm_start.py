@@ -64,7 +64,8 @@ def warm_start(config: DrafterConfig, target: Params) -> Drafter:
     """
     drafter = Drafter(config)
     _fill_average(drafter.fc.weight, len(config.target_layer_ids))
-    total, count = len(target.layers), len(config.layers)
+    assert config.num_target_layers is not None  # `drafter_config` says it
+    total, count = config.num_target_layers, len(config.layers)
     for index, layer in enumerate(drafter.layers):
         source = f"layers.{total - 1 - (count - 1 - index) * max(total // (2 * count), 1)}."
         held = {name.removeprefix(source): _tensor(value) for name, value in target.items() if name.startswith(source)}
