@@ -25,6 +25,30 @@ def test_measure_ends_with_one_json_line() -> None:
     assert figures["tau"]["low"] > 1
 
 
+def run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+
+
+def test_throughput_ends_with_one_json_line(tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["import os"]}\n{"turns": ["def f("]}\n')
+    pair = ["--target", "bytes", "--draft", "bytes", "--dtype", "float32"]
+    done = run("scripts/throughput.py", str(prompts), *pair, "--rows", "2", "--new-tokens", "16", "--repeats", "2")
+    speeds = json.loads(done.stdout.splitlines()[-1])["tokens_per_second"]["2"]
+    assert set(speeds) == {"dflash", "plain", "auto"} and all(len(s) == 2 and min(s) > 0 for s in speeds.values())
+    assert "auto/better" in done.stdout
+
+
+def test_soak_plays_a_schedule() -> None:
+    figures = json.loads(run("scripts/soak.py", "1", "--seed", "5", "--only").stdout.splitlines()[-1])
+    assert figures["schedules"] == 1 and figures["mismatches"] == 0 and figures["tokens"] > 0
+
+
+def test_mutation_check_catches_a_fault() -> None:
+    done = run("scripts/mutation_check.py", "acceptance by count")
+    assert "tests/test_" in done.stdout and "every fault is caught" in done.stdout
+
+
 @pytest.mark.skipif(not (ROOT / ".venv" / "installed").exists(), reason="scripts/setup has not made this environment")
 def test_demo_takes_a_prompt_and_options() -> None:
     command = ["scripts/demo", "--target", "bytes", "--max-new-tokens", "8", "def display_name(self):"]
