@@ -4,8 +4,8 @@ Usage: .venv/bin/python scripts/throughput.py PROMPTS.jsonl ... [--rows 1 2 4 8 
 
 Definition. R requests, each --new-tokens tokens (end-of-text ignored), on an engine of R rows; tokens/s is all their
 tokens / (first submit to last token), prefill included, compilation apart. The methods take turns within a repeat; a
-ratio is taken within one repeat. "auto" is num_drafts="auto": the engine measures and chooses. In each repeat every
-engine gets a first batch that is not counted, so that auto has its measurements as a server would. The last line is
+ratio is taken within one repeat. "auto" is num_drafts="auto": the engine measures and chooses. Every engine
+gets a first batch that is not counted, so that auto has its measurements as a server would. The last line is
 one JSON document.
 """
 
@@ -41,13 +41,12 @@ def measure(pair: Pair, prompts: list[str], rows: int, new_tokens: int, repeats:
     requests = [make_request(pair, as_chat(text, pair.tokenizer), new_tokens, stop_ids=()) for text in texts]
     engines = {}
     for name, (method, num_drafts) in METHODS.items():
-        engine = engine_for(pair, make_pace(pair, method, num_drafts), requests, rows, 8)
-        for request in requests[:rows]:
+        engine = engines[name] = engine_for(pair, make_pace(pair, method, num_drafts), requests, rows, 8)
+        for request in requests[-rows:]:
             engine.submit(request)
         engine.warm_up()
         while not engine.idle:
             engine.step()
-        engines[name] = engine
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     for repeat in range(repeats):
         batch = requests[repeat * rows : (repeat + 1) * rows]
