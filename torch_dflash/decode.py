@@ -165,7 +165,9 @@ def decode(
         state, done = step(target, proposer, choose, params, state, tables, options)
         return state, jax.tree.map(lambda all_, new: all_.at[count].set(new), rounds, done), count + 1
 
-    state, rounds, count = lax.while_loop(unfinished, one, (take_rows(state, rows), empty, jnp.int32(0)))
+    state = take_rows(state, rows)
+    state = replace(state, draft=proposer.resume(params, state, tables))
+    state, rounds, count = lax.while_loop(unfinished, one, (state, empty, jnp.int32(0)))
     return put_rows(whole, rows, state), rounds, count
 
 

@@ -45,8 +45,11 @@ class Proposer(Protocol):
     ) -> Any:
         """Take the features [R,T,F*D] of a prompt chunk; block tables int32[R,M]."""
 
+    def resume(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
+        """Draft state at the start of a dispatch: what a proposer with more drafts has left behind is taken up."""
+
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
-        """Draft state in which draft_len equals committed_len."""
+        """Draft state in which draft_len equals committed_len, after at most num_drafts + 1 new positions."""
 
     def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
         """draft_ids int32[R,K]; draft_ids[:, j] guesses position committed_len + j + 1."""
@@ -68,6 +71,9 @@ class Plain:
     def prefill(
         self, params: AllParams, draft: None, tables: Array, features: Array, start: Array, num_new: Array
     ) -> None:
+        return None
+
+    def resume(self, params: AllParams, state: DecodeState, tables: Array) -> None:
         return None
 
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> None:
@@ -141,13 +147,22 @@ class DFlash:
         pool = write_context(draft.pool, keys, values, tables, start, num_new)
         return replace(draft, pool=pool, draft_len=start + num_new)
 
+    def resume(self, params: AllParams, state: DecodeState, tables: Array) -> DraftState:
+        assert state.draft is not None
+        most = self.config.block_size  # that a step can leave pending
+        return state.draft if most <= self.num_drafts + 1 else self._absorb(params, state, tables, most)
+
     @jax.named_scope("absorb")
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> DraftState:
         """Everything pending goes into the draft cache: nothing twice, nothing lost."""
+        return self._absorb(params, state, tables, self.num_drafts + 1)
+
+    def _absorb(self, params: AllParams, state: DecodeState, tables: Array, width: int) -> DraftState:
+        """With at most `width` positions pending."""
         draft = state.draft
         assert draft is not None
         pending = state.committed_len - draft.draft_len
-        return self.prefill(params, draft, tables, draft.context.features, draft.draft_len, pending)
+        return self.prefill(params, draft, tables, draft.context.features[:, :width], draft.draft_len, pending)
 
     @jax.named_scope("draft")
     def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
