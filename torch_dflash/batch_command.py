@@ -83,18 +83,16 @@ def _requests(pair: "Pair", prompts: list[str], sampling: Any, arguments: argpar
 
 
 def _engine(pair: "Pair", requests: list["Request"], arguments: argparse.Namespace) -> "Engine":
-    from torch_dflash.service import make_pace, open_engine
+    from torch_dflash.service import open_engine
 
-    num_drafts = num_drafts_of(arguments)
-    pace = make_pace(pair, arguments.method, num_drafts)
     longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
     return open_engine(
         pair,
         rows=min(arguments.rows, len(requests)),
-        context=min(longest + pace.proposers[0].num_drafts, pair.target.config.context_limit),
+        context=longest,
         num_pages=arguments.pages,
         method=arguments.method,
-        num_drafts=num_drafts,
+        num_drafts=num_drafts_of(arguments),
         steps_per_dispatch=arguments.steps_per_dispatch,
     )
 
