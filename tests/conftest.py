@@ -1,8 +1,14 @@
 """Fixtures that several test files share. Loaded once: loading and compiling cost more than most tests."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import Loaded, golden, load, write_drafter, write_target
+from layout_files import write_pair
+
+from torch_dflash import Pair, load_pair
 
 torch.set_num_threads(1)
 
@@ -20,3 +26,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     write_target(folder / "target")
     write_drafter(folder / "draft")
     return load(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pair on disk, to be damaged in a `copy`."""
+    return write_pair(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def base(pair: Path) -> Pair:
+    """What `pair` loads to."""
+    return load_pair(pair / "target", pair / "draft")
+
+
+@pytest.fixture
+def copy(pair: Path, tmp_path: Path) -> Path:
+    """Of `pair`, for one test."""
+    return shutil.copytree(pair, tmp_path / "copy")

@@ -11,28 +11,13 @@ from typing import Any
 import pytest
 from helpers import BYTES_PAIR
 from hostile_files import REFUSED, SAME, load, outcome
-from layout_files import tensors_of, write_pair
+from layout_files import tensors_of
 from safetensors.torch import save_file
 
 from torch_dflash import InputError, Pair
 
 INDEX = "model.safetensors.index.json"
 NAME = "norm.weight"
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def base(pair: Path) -> Pair:
-    return load(pair)
-
-
-@pytest.fixture
-def copy(pair: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(pair, tmp_path / "copy")
 
 
 def shards(folder: Path) -> dict[str, str]:

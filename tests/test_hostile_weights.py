@@ -1,34 +1,18 @@
 """safetensors files that are cut or lie: about lengths, names, shapes, dtypes and places."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hostile_files import REFUSED, SAME, little_memory, load, outcome, parts, put
-from layout_files import write_pair, write_speculators
+from hostile_files import REFUSED, SAME, little_memory, outcome, parts, put
+from layout_files import write_speculators
 
 from torch_dflash import InputError, Pair, load_pair
 from torch_dflash.cli import main
 
 NAME, OTHER_NAME = "norm.weight", "hidden_norm.weight"  # two of the drafter's, 32 float32 each
 BYTES = 128
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_pair(tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def base(pair: Path) -> Pair:
-    return load(pair)
-
-
-@pytest.fixture
-def copy(pair: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(pair, tmp_path / "copy")
 
 
 def test_a_file_cut_anywhere(copy: Path, base: Pair) -> None:
