@@ -141,8 +141,8 @@ def decode(
     options: RowOptions,
     num_steps: Array,
 ) -> tuple[DecodeState, Round, Array]:
-    """Up to num_steps <= max_steps rounds of the rows `rows` int32[r], fewer when all are finished. No host sync
-    inside.
+    """Up to num_steps <= max_steps rounds of the rows `rows` int32[r], fewer when all are finished, but one at least
+    (a warm-up has nobody to decode for). No host sync inside.
 
     Row numbers >= R fill up a dispatch and do nothing; the rows not named stay as they are. Returns the state, the
     rounds (leading axis max_steps; those from the count on are padding) and their count int32.
@@ -158,7 +158,8 @@ def decode(
     )
 
     def unfinished(carry: tuple[DecodeState, Round, Array]) -> Array:
-        return (carry[2] < num_steps) & (carry[0].budget > 0).any()
+        some = (carry[0].budget > 0).any()
+        return (carry[2] < num_steps) & (some | (carry[2] == 0))
 
     def one(carry: tuple[DecodeState, Round, Array]) -> tuple[DecodeState, Round, Array]:
         state, rounds, count = carry

@@ -104,10 +104,11 @@ class Device:
         self._compile(("prefill", width, self.proposers[0]), f"prefill of {width} tokens", run)
 
     def warm_up_decode(self, rows: int) -> None:
-        """Compile the dispatches of `rows` rows, one for each proposer. No step is taken."""
+        """Compile the dispatches of `rows` rows, one for each proposer, and take a step of no row: the first one of a
+        program makes its kernels (XLA on CPU)."""
         for proposer in self.proposers:
             nobody = [self.capacity.rows] * rows
-            run = partial(self.decode, nobody, self._no_tables(rows), [NOTHING] * rows, proposer, 0)
+            run = partial(self.decode, nobody, self._no_tables(rows), [NOTHING] * rows, proposer, 1)
             shown = f"decode of {rows} row(s), {proposer.num_drafts} draft(s)"
             self._compile(("decode", rows, self.max_steps, proposer), shown, run)
 

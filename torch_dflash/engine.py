@@ -202,7 +202,7 @@ class Engine:
                 self.rows[row] = None
 
     def warm_up(self) -> None:
-        """Compile what the queued requests need and the pair has not compiled yet. No step is taken, no row written."""
+        """Compile what the queued requests need and the pair has not compiled yet. No row is written."""
         prompts = [run.request.prompt_ids for run in self.waiting]
         cut = [chunks(len(prompt), PREFILL_CHUNK, SMALLEST_CHUNK) for prompt in prompts]
         widths = {width for pieces in cut for _, _, width in pieces}

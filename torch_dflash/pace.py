@@ -3,6 +3,9 @@
 Verifying a block costs little while the device has room to spare, and the drafts are right often enough or not. Both
 depend on the number of active rows, the texts and the machine, so nothing is assumed: each proposer's seconds per step
 are measured at each number of rows, and the accept counts of full drafting say what fewer drafts would have kept.
+
+A machine is slow at times, and then for every proposer. So two proposers are compared by dispatches that follow each
+other; one that is slower than the same proposer's before it slows all of them.
 """
 
 from collections.abc import Sequence
@@ -11,9 +14,12 @@ from typing import Protocol
 
 from torch_dflash.propose import Proposer
 
-PROBE_EVERY = 16  # dispatches between two looks at a proposer that is not the best
+PROBE_EVERY = 16  # dispatches between two looks at a proposer that is nearly the best
+LONGER = 4  # times as many for one that is much slower
 PROBE_STEPS = 2
+CONFIRM_AFTER = 2  # dispatches between a change of the best and another look at the one before it
 NEWEST = 0.2  # weight of the newest dispatch in a mean
+NEWEST_PROBE = 0.5  # probes are few
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,21 @@ class Adaptive:
     seconds: dict[tuple[int, Proposer], float] = field(default_factory=dict)  # (rows, proposer) -> of one step
     kept: dict[Proposer, float] = field(default_factory=dict)  # tokens that a row keeps of one step
     waited: dict[tuple[int, Proposer], int] = field(default_factory=dict)  # dispatches since its last one
+    best: dict[int, Proposer] = field(default_factory=dict)  # rows -> the last choice that was no probe
+    last: tuple[int, Proposer, float] | None = None  # rows, proposer and seconds of a step of the last dispatch
 
     def choose(self, rows: int, max_steps: int) -> tuple[Proposer, int]:
         unknown = [p for p in self.proposers if (rows, p) not in self.seconds]
         if unknown:
             return unknown[0], min(PROBE_STEPS, max_steps)
-        best = max(self.proposers, key=lambda p: self.kept[p] / self.seconds[rows, p])
-        stale = [p for p in self.proposers if p != best and self.waited[rows, p] >= PROBE_EVERY]
+        speed = {p: self.kept[p] / self.seconds[rows, p] for p in self.proposers}
+        best = max(self.proposers, key=lambda p: speed[p])
+        # A look at a slow one costs more, so it has to wait longer.
+        patience = {p: PROBE_EVERY * min(speed[best] / speed[p], LONGER) for p in self.proposers}
+        if (before := self.best.get(rows, best)) != best:
+            self.waited[rows, before] = round(patience[before]) - CONFIRM_AFTER
+        self.best[rows] = best
+        stale = [p for p in self.proposers if p != best and self.waited[rows, p] >= patience[p]]
         return (stale[0], min(PROBE_STEPS, max_steps)) if stale else (best, max_steps)
 
     def observe(self, measured: Measured) -> None:
@@ -86,9 +100,22 @@ class Adaptive:
                 self.kept[proposer] = _mean(self.kept.get(proposer), sum(kept) / len(kept))
         self.waited[rows, used] = 0
         if measured.steps:
-            known = self.seconds.get((rows, used))
-            self.seconds[rows, used] = _mean(known, measured.seconds / measured.steps)
+            self._note_seconds(rows, used, measured.seconds / measured.steps)
+
+    def _note_seconds(self, rows: int, used: Proposer, new: float) -> None:
+        before, key = self.last, (rows, used)
+        self.last = (rows, used, new)
+        if key not in self.seconds or before is None or before[0] != rows:
+            self.seconds[key] = _mean(self.seconds.get(key), new)
+        elif before[1] != used:
+            relative = new / before[2] * self.seconds[rows, before[1]]
+            self.seconds[key] = _mean(self.seconds[key], relative, NEWEST_PROBE)
+        else:
+            slower = _mean(1.0, new / self.seconds[key])
+            for proposer in self.proposers:
+                if (rows, proposer) in self.seconds:
+                    self.seconds[rows, proposer] *= slower
 
 
-def _mean(known: float | None, new: float) -> float:
-    return new if known is None else (1 - NEWEST) * known + NEWEST * new
+def _mean(known: float | None, new: float, weight: float = NEWEST) -> float:
+    return new if known is None else (1 - weight) * known + weight * new
