@@ -177,7 +177,7 @@ def _() -> None:
 @fault("padding visible")
 def _() -> None:
     """A mask that is added instead of hiding."""
-    bridge.attention.HIDDEN = 0.0
+    bridge.jnp_attention.HIDDEN = 0.0
 
 
 @fault("only the last prompt chunk as context")

@@ -74,7 +74,7 @@ class Device:
     ) -> tuple[Round, int]:
         """Up to num_steps rounds of `rows`, a row R standing for none; waits for the result. Returns the rounds, fields
         [max_steps,r,...], and their count."""
-        self.state, rounds, count = decode_program()(
+        self.state, rounds, count = decode_program(self.pair.target.platform)(
             self.pair.target,
             proposer,
             self.choose,

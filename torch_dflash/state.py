@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec as Spec
 
 from bridge.context import ContextBuffer
+from bridge.platform import POOL, ROWS, Platform
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +49,19 @@ class DecodeState:
     budget: Array  # int32[R]
     history: Array  # int32[R,N]
     draft: DraftState | None
+
+
+def place(shapes: DecodeState, platform: Platform) -> DecodeState:
+    """A state of shapes, with where each array lives: pools by heads and rows' pages, everything else by rows."""
+
+    def at(shape: Any, axes: Spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=platform.sharding(*axes))
+
+    placed = jax.tree.map(lambda shape: at(shape, ROWS), shapes)
+    placed = replace(placed, pool=at(shapes.pool, POOL))
+    if shapes.draft is None:
+        return placed
+    return replace(placed, draft=replace(placed.draft, pool=at(shapes.draft.pool, POOL)))
 
 
 def take_rows(state: DecodeState, rows: Array) -> DecodeState:
