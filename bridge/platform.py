@@ -62,6 +62,10 @@ class Platform:
             return SingleDeviceSharding(jax.devices()[0])
         return NamedSharding(self.mesh, Spec(*axes))
 
+    def by_rows(self, array: Array) -> Array:
+        """The array [R,...] with whole rows on their devices: XLA may not spread it further."""
+        return array if self.mesh is None else lax.with_sharding_constraint(array, self.sharding(*ROWS))
+
     def spread(self, function: Callable[..., Any], inputs: tuple[Spec, ...], outputs: Any) -> Callable[..., Any]:
         """`function` on every device's own part of the arrays."""
         if self.mesh is None:

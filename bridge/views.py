@@ -36,11 +36,15 @@ _TRACING = threading.RLock()
 
 
 def take_rows(table: Array, ids: Array) -> Array:
-    """table[ids] along the first axis. A bf16 table is read as integers: XLA on CPU would first widen all of it to
-    f32."""
+    """table[ids] along the first axis. On CPU a bf16 table is read as integers: XLA would first widen all of it to f32
+    there. Elsewhere the integers would be a copy."""
     if table.dtype != jnp.bfloat16:
         return table[ids]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+    def as_bits(table: Array, ids: Array) -> Array:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+    return lax.platform_dependent(table, ids, cpu=as_bits, default=lambda table, ids: table[ids])
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:

@@ -14,6 +14,7 @@ import torch
 from jax import Array, lax
 from torch import nn
 
+from bridge.platform import Platform
 from bridge.views import Params, lower
 from torch_dflash.models.target import Target
 
@@ -39,7 +40,7 @@ def stack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def lower_stacked(module: Target) -> tuple[Callable[..., Any], Callable[..., Array], Callable[..., Array]]:
+def lower_stacked(module: Target, platform: Platform) -> tuple[Callable[..., Any], Callable[..., Array], Callable[..., Array]]:
     """forward, embed and logits of a target as pure JAX functions f(params, ...) of stacked parameters."""
     layer, num_layers = lower(module.layers[0]), len(module.layers)
     rest = copy.deepcopy(module)
@@ -50,7 +51,7 @@ def lower_stacked(module: Target) -> tuple[Callable[..., Any], Callable[..., Arr
         params: Params, ids: Array, positions: Array, taps: tuple[int, ...], attend: Any, cache: Any
     ) -> tuple[Array, Array, Any]:
         own, layers = _split(params)
-        angles, hidden = rotary(own, positions), embed(own, ids)
+        angles, hidden = rotary(own, positions), platform.by_rows(embed(own, ids))
         slot_of = jnp.array([taps.index(i) if i in taps else len(taps) for i in range(num_layers)], jnp.int32)
         tapped = jnp.zeros((len(taps) + 1, *hidden.shape), hidden.dtype)  # the last is for what is not tapped
 
@@ -58,6 +59,7 @@ def lower_stacked(module: Target) -> tuple[Callable[..., Any], Callable[..., Arr
             hidden, tapped, cache = carry
             weights, index, slot = layer_of
             hidden, cache = layer(weights, hidden, angles, index, attend, cache)
+            hidden = platform.by_rows(hidden)
             return (hidden, tapped.at[slot].set(hidden), cache), None
 
         numbers = jnp.arange(num_layers, dtype=jnp.int32)

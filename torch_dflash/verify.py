@@ -47,7 +47,7 @@ class Verified:
 def lower_target(module: Target, config: TargetConfig, platform: Platform) -> TargetFunctions:
     """Lower a target module; its parameters (stacked, if the platform wants them so) are arguments of the results."""
     if platform.stacked:
-        return TargetFunctions(config, platform, *lower_stacked(module))
+        return TargetFunctions(config, platform, *lower_stacked(module, platform))
     return TargetFunctions(config, platform, lower(module), lower(module, "embed"), lower(module, "logits"))
 
 
@@ -74,7 +74,7 @@ def run_target(
     fast = max(width, -(-platform.fast_tokens * platform.data // rows))
     ids = jnp.pad(ids, ((0, 0), (0, fast - width)))
     hidden, features, pool = target.forward(params, ids, block_positions(start, fast), taps, attend, pool)
-    return hidden[:, :width], features[:, :width], pool
+    return hidden[:, :width], platform.by_rows(features[:, :width]), pool
 
 
 @jax.named_scope("verify")
