@@ -40,7 +40,9 @@ def stack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def lower_stacked(module: Target, platform: Platform) -> tuple[Callable[..., Any], Callable[..., Array], Callable[..., Array]]:
+def lower_stacked(
+    module: Target, platform: Platform
+) -> tuple[Callable[..., Any], Callable[..., Array], Callable[..., Array]]:
     """forward, embed and logits of a target as pure JAX functions f(params, ...) of stacked parameters."""
     layer, num_layers = lower(module.layers[0]), len(module.layers)
     rest = copy.deepcopy(module)

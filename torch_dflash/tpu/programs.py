@@ -3,7 +3,6 @@
 Letters: R rows, T tokens of a prompt chunk, N steps of a dispatch.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +29,8 @@ from torch_dflash.verify import lower_target
 
 
 def shapes_only(target: TargetConfig, draft: DrafterConfig | None, dtype: str, platform: Platform) -> Pair:
-    """A pair whose parameters are shapes, each with the devices that would hold it. Raises InputError when the mesh does
-    not divide it."""
+    """A pair whose parameters are shapes, each with the devices that would hold it. Raises InputError when the
+    mesh does not divide it."""
     check_divides(target, draft, platform.model)
     with torch.device("meta"):
         module = Target(target)
@@ -62,22 +61,24 @@ def _shapes(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a program is compiled for. rows: R, of all devices. context: positions that a row may fill. steps: N."""
+    """What a program is compiled for. rows: R, of all devices. context: positions that a row may fill. groups:
+    data-parallel devices."""
 
     rows: int
     context: int
-    steps: int = 8
+    groups: int = 1
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity.whole(self.rows, pages_for(self.context, PAGE_SIZE), PAGE_SIZE)
+        return Capacity.whole(self.rows, pages_for(self.context, PAGE_SIZE), PAGE_SIZE, groups=self.groups)
 
 
 def lower_decode(pair: Pair, proposer: Proposer, workload: Workload, max_steps: int) -> Any:
     """A dispatch of all rows, up to max_steps steps."""
     platform, rows, pages = pair.target.platform, workload.rows, workload.capacity.pages_per_row
     options = jax.tree.map(lambda part: _ints(platform, part.shape, part.dtype), row_options([NOTHING] * rows, 1, 1))
-    return decode_program(platform).lower(
+    program: Any = decode_program(platform)
+    return program.lower(
         pair.target,
         proposer,
         choose_greedily,
@@ -96,7 +97,8 @@ def lower_prefill(pair: Pair, proposer: Proposer, workload: Workload, width: int
     platform, capacity = pair.target.platform, workload.capacity
     one, r = (platform.data,), platform.data
     options = jax.tree.map(lambda part: _ints(platform, part.shape, part.dtype), row_options([NOTHING] * r, 1, 1))
-    return prefill_program().lower(
+    program: Any = prefill_program()
+    return program.lower(
         pair.target,
         proposer,
         choose_greedily,
