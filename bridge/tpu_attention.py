@@ -27,16 +27,20 @@ def ragged(q: Array, pool: Array, tables: Array, start: Array, num_new: Array, n
 
     q [R,T,H,d], pool [L*P,S,2*K',d'] with padded heads K' >= K = num_kv_heads, tables int32[R,M] -> [R,T,H,d].
     """
-    queries, num_seqs = ragged_arguments(q, pool, tables, start, num_new, num_kv_heads), len(q)
+    queries, _, lengths, tables, ends, num_seqs = ragged_arguments(q, pool, tables, start, num_new, num_kv_heads)
     out = ragged_paged_attention(
-        *queries,
+        queries,
+        pool,
+        lengths,
+        tables,
+        ends,
+        num_seqs,
         sm_scale=q.shape[-1] ** -0.5,
-        num_kv_pages_per_block=min(max(1, KV_BLOCK // pool.shape[1]), queries[3].shape[1]),
-        num_queries_per_block=min(QUERY_BLOCK, len(queries[0])),
+        num_kv_pages_per_block=min(max(1, KV_BLOCK // pool.shape[1]), tables.shape[1]),
+        num_queries_per_block=min(QUERY_BLOCK, len(queries)),
         vmem_limit_bytes=VMEM_BYTES,
     )
-    out = out.reshape(num_seqs, q.shape[1], pool.shape[2] // 2, -1, pool.shape[3])
-    return out[:, :, :num_kv_heads, :, : q.shape[3]].reshape(q.shape)
+    return own_heads(out, q.shape, num_kv_heads, pool.shape[2] // 2)
 
 
 def ragged_arguments(
@@ -61,6 +65,12 @@ def ragged_arguments(
         width * jnp.arange(rows + 1, dtype=jnp.int32),
         jnp.array([rows], jnp.int32),
     )
+
+
+def own_heads(out: Array, shape: tuple[int, ...], num_kv_heads: int, stored_heads: int) -> Array:
+    """The kernel's output [R*T,H',d'] without what was padded -> `shape` [R,T,H,d]."""
+    out = out.reshape(*shape[:2], stored_heads, -1, out.shape[-1])
+    return out[:, :, :num_kv_heads, :, : shape[3]].reshape(shape)
 
 
 def flash(q: Array, context: Keys, block: Keys, masked: bool) -> Array:
