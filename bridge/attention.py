@@ -3,9 +3,10 @@
 Letters: R rows, T tokens, H query heads, K key/value heads, d head_dim, L layers, P pages of one layer, S page_size,
 M pages per row, m runs of s positions.
 
-A pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so a block table plus l*P addresses
-it. Keys are the even and values the odd entries of the third axis. This is the layout of JAX's ragged paged
-attention kernel on TPU. A pool may have more heads and wider ones than the model (see `Platform`): zeros.
+A pool is one flat array [L*P, S, 2*K, d]: layer l owns pages l*P..(l+1)*P-1, so its first page l*P is added to what
+a block table says. What does not depend on the layer is computed before that, and by XLA only once. Keys are the even
+and values the odd entries of the third axis. This is the layout of JAX's ragged paged attention kernel on TPU. A pool
+may have more heads and wider ones than the model (see `Platform`): zeros.
 
 With a mesh every device has its own rows' pages and its own heads, and all of this happens on each of them alone.
 """
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from bridge.jnp_attention import Keys, attend_to
-from bridge.platform import HEADS, POOL, ROWS, Platform, from_storage, to_storage
+from bridge.platform import EVERYWHERE, HEADS, POOL, ROWS, Platform, from_storage, to_storage
 from bridge.positions import block_positions, slots
 from bridge.tpu_attention import flash, ragged
 
@@ -31,11 +32,14 @@ def make_pool(
     return jnp.zeros(shape, platform.storage_dtype(dtype))
 
 
-def write_pages(pool: Array, key: Array, value: Array, tables: Array, start: Array, num_new: Array) -> Array:
+def write_pages(
+    pool: Array, key: Array, value: Array, first_page: Array | int, tables: Array, start: Array, num_new: Array
+) -> Array:
     """Write K/V [R,T,K,d] of positions start.. [R] into the rows' pages; columns from num_new [R] on are dropped."""
     rows, width, heads, head_dim = key.shape
     flat = pool.reshape(-1, *pool.shape[2:])
     where = slots(tables, block_positions(start, width), num_new, pool.shape[1], flat.shape[0])
+    where += first_page * pool.shape[1]  # what is to be dropped lies behind the pool, and stays there
     missing = ((0, 0), (0, 0), (0, pool.shape[2] // 2 - heads), (0, 0), (0, pool.shape[3] - head_dim))
     both = jnp.pad(jnp.stack([key, value], axis=3), missing).reshape(rows * width, *pool.shape[2:])
     where, both = _at_least_two(where.reshape(-1), both, dropped=flat.shape[0])
@@ -71,32 +75,40 @@ def _narrowest(
 
 
 def paged_attention(
-    q: Array, key: Array, value: Array, pool: Array, tables: Array, start: Array, num_new: Array, platform: Platform
+    q: Array,
+    key: Array,
+    value: Array,
+    pool: Array,
+    first_page: Array | int,
+    tables: Array,
+    start: Array,
+    num_new: Array,
+    platform: Platform,
 ) -> tuple[Array, Array]:
     """Write the new K/V, then let query i of row r see positions 0..start[r]+i. Causal; returns (out [R,T,H,d],
     pool).
 
-    q [R,T,H,d], key and value [R,T,K,d], tables int32[R,M] (already offset to the layer), start and num_new
+    q [R,T,H,d], key and value [R,T,K,d], first_page int32[] of the layer, tables int32[R,M], start and num_new
     int32[R]. Outputs of columns from num_new on are meaningless.
     """
 
     def local(
-        q: Array, key: Array, value: Array, pool: Array, tables: Array, start: Array, num_new: Array
+        q: Array, key: Array, value: Array, pool: Array, first: Array, tables: Array, start: Array, num_new: Array
     ) -> tuple[Array, Array]:
-        pool = write_pages(pool, key, value, tables, start, num_new)
+        pool = write_pages(pool, key, value, first, tables, start, num_new)
         if platform.kernels:
-            return ragged(q, pool, tables, start, num_new, key.shape[2]), pool
+            return ragged(q, pool, first, tables, start, num_new, key.shape[2]), pool
 
         def attend(tables: Array) -> Array:
-            keys, values, key_at = _gather(pool, tables, key)
+            keys, values, key_at = _gather(pool, tables + first, key)
             visible = key_at <= block_positions(start, q.shape[1])[:, :, None, None]
             return attend_to(q, Keys(keys, values, visible))
 
         longest = jnp.where(num_new > 0, start + num_new, 0).max()
         return _narrowest(platform, pool.shape[1], tables, longest, attend), pool
 
-    spread = platform.spread(local, (HEADS, HEADS, HEADS, POOL, ROWS, ROWS, ROWS), (HEADS, POOL))
-    return spread(q, key, value, pool, tables, start, num_new)
+    spread = platform.spread(local, (HEADS, HEADS, HEADS, POOL, EVERYWHERE, ROWS, ROWS, ROWS), (HEADS, POOL))
+    return spread(q, key, value, pool, jnp.int32(first_page), tables, start, num_new)
 
 
 def draft_attention(
@@ -104,6 +116,7 @@ def draft_attention(
     key: Array,
     value: Array,
     pool: Array,
+    first_page: Array | int,
     tables: Array,
     draft_len: Array,
     causal: bool,
@@ -112,12 +125,12 @@ def draft_attention(
 ) -> Array:
     """The drafter's block sees its context (positions 0..draft_len-1, in pages) and itself (positions draft_len..).
 
-    q [R,B,H,d], key and value [R,B,K,d], pool [L*P,S,2*K,d], tables int32[R,M] (already offset to the layer),
+    q [R,B,H,d], key and value [R,B,K,d], pool [L*P,S,2*K,d], first_page int32[] of the layer, tables int32[R,M],
     draft_len int32[R] -> [R,B,H,d]. `causal` hides later block positions; with `window` W a query sees only
     |q - k| < W, each query by its own position. The block's K/V are written nowhere.
     """
 
-    def local(q: Array, key: Array, value: Array, pool: Array, tables: Array, draft_len: Array) -> Array:
+    def local(q: Array, key: Array, value: Array, pool: Array, first: Array, tables: Array, draft_len: Array) -> Array:
         query_at = block_positions(draft_len, q.shape[1])
 
         def sees(key_at: Array) -> Array:  # [R,m,s] -> [R,B,m,s]
@@ -131,7 +144,7 @@ def draft_attention(
         block = Keys(block_key, block_value, sees(query_at[:, None]))
 
         def attend(tables: Array) -> Array:
-            keys, values, key_at = _gather(pool, tables, key)
+            keys, values, key_at = _gather(pool, tables + first, key)
             filled = key_at < draft_len[:, None, None]
             context = Keys(keys, values, sees(key_at[None]) & filled[:, None])
             if platform.kernels:
@@ -140,6 +153,5 @@ def draft_attention(
 
         return _narrowest(platform, pool.shape[1], tables, draft_len.max(), attend)
 
-    return platform.spread(local, (HEADS, HEADS, HEADS, POOL, ROWS, ROWS), HEADS)(
-        q, key, value, pool, tables, draft_len
-    )
+    spread = platform.spread(local, (HEADS, HEADS, HEADS, POOL, EVERYWHERE, ROWS, ROWS), HEADS)
+    return spread(q, key, value, pool, jnp.int32(first_page), tables, draft_len)

@@ -31,7 +31,7 @@ def write_context(
         first_page = jnp.arange(layers, dtype=jnp.int32) * (pool.shape[0] // layers)
         every = (tables + first_page[:, None, None]).reshape(layers * rows, -1)
         keys, values = (part.reshape(layers * rows, *part.shape[2:]) for part in (keys, values))
-        return write_pages(pool, keys, values, every, jnp.tile(start, layers), jnp.tile(num_new, layers))
+        return write_pages(pool, keys, values, 0, every, jnp.tile(start, layers), jnp.tile(num_new, layers))
 
     spread = platform.spread(local, (POOL, ALL_LAYERS, ALL_LAYERS, ROWS, ROWS, ROWS), POOL)
     return spread(pool, keys, values, tables, start, num_new)

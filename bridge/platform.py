@@ -20,6 +20,7 @@ NO_LOOP_MOTION = "while-loop-invariant-code-motion,while-loop-expensive-invarian
 TILE = 8  # heads: TPU memory is in tiles of 8 x 128
 ROWS, HEADS = Spec("data"), Spec("data", None, "model")  # [R,...]; [R,T,heads,d]
 POOL = HEADS  # [pages, S, 2*K, d]
+EVERYWHERE = Spec()
 
 
 @dataclass(frozen=True)

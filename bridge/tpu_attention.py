@@ -22,12 +22,16 @@ LANES = 128  # the kernels want heads, and runs of keys, in multiples of so many
 SUBLANES = 8  # and queries
 
 
-def ragged(q: Array, pool: Array, tables: Array, start: Array, num_new: Array, num_kv_heads: int) -> Array:
+def ragged(
+    q: Array, pool: Array, first_page: Array, tables: Array, start: Array, num_new: Array, num_kv_heads: int
+) -> Array:
     """Query i of row r sees positions 0..start[r]+i, which are in the pages.
 
     q [R,T,H,d], pool [L*P,S,2*K',d'] with padded heads K' >= K = num_kv_heads, tables int32[R,M] -> [R,T,H,d].
     """
-    queries, _, lengths, tables, ends, num_seqs = ragged_arguments(q, pool, tables, start, num_new, num_kv_heads)
+    queries, _, lengths, tables, ends, num_seqs = ragged_arguments(
+        q, pool, first_page, tables, start, num_new, num_kv_heads
+    )
     out = ragged_paged_attention(
         queries,
         pool,
@@ -44,7 +48,7 @@ def ragged(q: Array, pool: Array, tables: Array, start: Array, num_new: Array, n
 
 
 def ragged_arguments(
-    q: Array, pool: Array, tables: Array, start: Array, num_new: Array, num_kv_heads: int
+    q: Array, pool: Array, first_page: Array | int, tables: Array, start: Array, num_new: Array, num_kv_heads: int
 ) -> tuple[Array, Array, Array, Array, Array, Array]:
     """The kernel's: queries [R*T,H',d'], pages, kv_lens int32[R], page_indices, cu_q_lens int32[R+1], num_seqs.
 
@@ -61,7 +65,7 @@ def ragged_arguments(
         queries.reshape(rows * width, kv_heads * groups, pool.shape[3]),
         pool,
         lengths,
-        jnp.concatenate([tables, behind], axis=1),
+        jnp.concatenate([tables, behind], axis=1) + first_page,
         width * jnp.arange(rows + 1, dtype=jnp.int32),
         jnp.array([rows], jnp.int32),
     )

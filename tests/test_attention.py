@@ -30,7 +30,7 @@ def filled_pool(keys: jax.Array, values: jax.Array, lengths: jax.Array, poison: 
     """The first `lengths` K/V of every row in its pages, `poison` in every other slot."""
     pool = make_pool(1, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, keys.dtype, CPU)
     pool = to_storage(jnp.full(pool.shape, poison), pool.dtype)
-    return write_pages(pool, keys, values, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
+    return write_pages(pool, keys, values, 0, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
 
 
 def dense(q: np.ndarray, key: np.ndarray, value: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ class Paged:
 
     def attend(self, pool: jax.Array) -> tuple[np.ndarray, jax.Array]:
         lengths = (np.array(value, np.int32) for value in (self.start, self.num_new))
-        out, pool = attend_pages(self.q, *self.new, pool, SHUFFLED.astype(np.int32), *lengths)
+        out, pool = attend_pages(self.q, *self.new, pool, 0, SHUFFLED.astype(np.int32), *lengths)
         assert out.dtype == self.dtype
         return numpy(out), pool
 
@@ -144,7 +144,7 @@ class Draft:
     def attend(self, causal: bool, window: int | None, poison: float = 0.0) -> np.ndarray:
         lengths, tables = np.array(self.draft_len, np.int32), SHUFFLED.astype(np.int32)
         pool = filled_pool(self.context_keys, self.context_values, lengths, np.float32(poison))
-        return numpy(attend_draft(self.q, self.key, self.value, pool, tables, lengths, causal=causal, window=window))
+        return numpy(attend_draft(self.q, self.key, self.value, pool, 0, tables, lengths, causal=causal, window=window))
 
     def expected(self, row: int, causal: bool, window: int | None) -> np.ndarray:
         length = self.draft_len[row]

@@ -150,7 +150,7 @@ def test_check_integrity_notices(damage: str) -> None:
 @jax.jit
 def written(tables: jax.Array, start: jax.Array, num_new: jax.Array, key: jax.Array) -> jax.Array:
     pool = make_pool(1, 6, PAGE_SIZE, HEADS, HEAD_DIM, jnp.float32, CPU)
-    return write_pages(pool, key, -key, tables, start, num_new)
+    return write_pages(pool, key, -key, 0, tables, start, num_new)
 
 
 def coded(rows: int, width: int) -> jax.Array:

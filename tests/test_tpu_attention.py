@@ -40,7 +40,7 @@ def pool_with(platform: Platform, lengths: np.ndarray, kv_heads: int, head_dim: 
     beyond = np.arange(slots)[None, :, None, None] >= lengths[:, None, None, None]
     keys, values = (jnp.where(beyond, 1e4, part).astype(dtype) for part in (keys, values))
     pool = make_pool(1, NUM_PAGES, PAGE_SIZE, kv_heads, head_dim, dtype, platform)
-    return write_pages(pool, keys, values, TABLES, jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, slots))
+    return write_pages(pool, keys, values, 0, TABLES, jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, slots))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_flash_is_the_jnp_attention(
 
     def attend(platform: Platform) -> np.ndarray:
         pool = pool_with(platform, lengths, kv_heads, head_dim, dtype)
-        out = draft_attention(q, key, value, pool, TABLES, lengths, causal, window, platform)
+        out = draft_attention(q, key, value, pool, 0, TABLES, lengths, causal, window, platform)
         assert out.dtype == dtype
         return np.asarray(out, np.float32)
 
@@ -85,11 +85,11 @@ def test_the_ragged_kernel_is_told_what_the_jnp_attention_sees(
         random(i, ROWS, width, n, head_dim, dtype=dtype) for i, n in enumerate((heads, kv_heads, kv_heads))
     )
     pool = pool_with(ON_CPU, lengths[0], kv_heads, head_dim, dtype)
-    expected, _ = paged_attention(q, key, value, pool, TABLES, *lengths, ON_CPU)
+    expected, _ = paged_attention(q, key, value, pool, 0, TABLES, *lengths, ON_CPU)
 
     padded = pool_with(ON_TPU, lengths[0], kv_heads, head_dim, dtype)
-    padded = write_pages(padded, key, value, TABLES, *lengths)
-    arguments = ragged_arguments(q, padded, TABLES, *lengths, kv_heads)
+    padded = write_pages(padded, key, value, 0, TABLES, *lengths)
+    arguments = ragged_arguments(q, padded, 0, TABLES, *lengths, kv_heads)
     kv_lens, tables = arguments[2], arguments[3]
     assert (kv_lens <= tables.shape[1] * PAGE_SIZE).all()  # the kernel reads no page that is not in the table
     out = ref_ragged_paged_attention(*arguments, sm_scale=head_dim**-0.5)

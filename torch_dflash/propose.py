@@ -195,9 +195,9 @@ class DFlash:
         pages_per_layer = draft.pool.shape[0] // (platform.data * len(self.config.layers))
 
         def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
-            sees, table = self.config.layers[layer], tables + layer * pages_per_layer
-            lengths, causal, window = draft.draft_len, sees.causal, sees.window
-            return draft_attention(q, k, v, draft.pool, table, lengths, causal, window, platform), None
+            sees, first, lengths = self.config.layers[layer], layer * pages_per_layer, draft.draft_len
+            out = draft_attention(q, k, v, draft.pool, first, tables, lengths, sees.causal, sees.window, platform)
+            return out, None
 
         return attend
 

@@ -69,7 +69,7 @@ def run_target(
     pages_per_layer = pool.shape[0] // (platform.data * target.config.num_layers)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, pool: Array) -> tuple[Array, Array]:
-        return paged_attention(q, k, v, pool, tables + layer * pages_per_layer, start, num_new, platform)
+        return paged_attention(q, k, v, pool, layer * pages_per_layer, tables, start, num_new, platform)
 
     fast = max(width, -(-platform.fast_tokens * platform.data // rows))
     ids = jnp.pad(ids, ((0, 0), (0, fast - width)))
