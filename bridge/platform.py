@@ -29,6 +29,7 @@ class Platform:
 
     kernels: attention is Pallas kernels for TPU; otherwise jnp.
     stacked: the target's layers are one traced layer under `lax.scan`, their weights stacked.
+    turned: weights of products are kept [in, out] instead of torch's [out, in].
     bits: cached bf16 K/V is stored as uint16.
     lanes: cached heads are padded to a multiple of so many numbers, and their number to one that tiles.
     fast_tokens: a pass over fewer tokens is padded to so many.
@@ -40,6 +41,7 @@ class Platform:
 
     kernels: bool = False
     stacked: bool = False
+    turned: bool = False
     bits: bool = False
     lanes: int = 1
     fast_tokens: int = 1
@@ -105,7 +107,7 @@ class Platform:
 # hoist a converted copy of the whole embedding out of the loop.
 CPU = Platform(bits=True, narrowest=0, loop_options=(("xla_disable_hlo_passes", NO_LOOP_MOTION),))
 GPU = Platform()  # would have to ask the host which of several widths to run
-TPU = Platform(kernels=True, stacked=True, lanes=128, fast_tokens=8, narrowest=512)
+TPU = Platform(kernels=True, stacked=True, turned=True, lanes=128, fast_tokens=8, narrowest=512)
 
 
 def with_mesh(platform: Platform, devices: Sequence[Any], data: int, model: int) -> Platform:

@@ -30,6 +30,7 @@ forget_removed(torchax.amp.autocast_policy)
 quiet_accelerator(torchax.device_module)
 
 Params = dict[str, Array]
+TURNED = ".T"  # ends the name of a parameter whose last two axes are swapped
 
 # functional_call swaps a module's parameters while it is traced, so two traces at a time would corrupt it.
 _TRACING = threading.RLock()
@@ -111,10 +112,15 @@ class _Method(nn.Module):
         return getattr(self.inner, self.name)(*args)
 
 
+def _upright(name: str, array: Array) -> Array:
+    return jnp.swapaxes(array, -1, -2) if name.endswith(TURNED) else array
+
+
 def lower(module: nn.Module, method: str = "forward") -> Callable[..., Any]:
     """A pure JAX function f(params, *args) of a torch module's method, to be traced by jax.jit.
 
-    Arrays cross as torch views and back; a JAX function among the arguments becomes a torch one; anything else
+    A parameter may come turned, as `name.T`: its last two axes are swapped in memory, and XLA multiplies with it as it
+    lies. Arrays cross as torch views and back; a JAX function among the arguments becomes a torch one; anything else
     (tuples of ints, an attention cache) passes untouched. Raises KeyError when `params` does not name exactly the
     module's own.
     """
@@ -122,10 +128,11 @@ def lower(module: nn.Module, method: str = "forward") -> Callable[..., Any]:
     expected = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
     def call(params: Params, *args: Any) -> Any:
-        if params.keys() != expected:
+        upright = {name.removesuffix(TURNED): _upright(name, array) for name, array in params.items()}
+        if upright.keys() != expected:
             # functional_call ignores an unknown name silently.
-            raise KeyError(f"parameters do not fit the module: {sorted(params.keys() ^ expected)}")
-        state = {f"inner.{name}": interop.torch_view(array) for name, array in params.items()}
+            raise KeyError(f"parameters do not fit the module: {sorted(upright.keys() ^ expected)}")
+        state = {f"inner.{name}": interop.torch_view(array) for name, array in upright.items()}
         with _TRACING, _ENVIRONMENT:
             return interop.jax_view(torch.func.functional_call(bound, state, interop.torch_view(args)))
 

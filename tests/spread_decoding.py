@@ -15,7 +15,9 @@ from bridge.platform import CPU, with_mesh
 from torch_dflash import Sampling, load_pair, make_request
 from torch_dflash.service import engine_for, make_pace
 
-PAGED = replace(CPU, stacked=True, lanes=128, fast_tokens=8, narrowest=32)  # as on TPU, but for the kernels
+PAGED = replace(
+    CPU, stacked=True, turned=True, lanes=128, fast_tokens=8, narrowest=32
+)  # as on TPU, but for the kernels
 MESHES = ((1, 1), (1, 2), (2, 1), (2, 2))
 
 

@@ -37,8 +37,8 @@ def test_tokens_and_proposals_are_the_same_on_every_mesh(outcomes: dict, method:
 
 def test_weights_lie_by_head_width_and_vocabulary_and_pages_by_rows_and_heads(outcomes: dict) -> None:
     held, pool = outcomes[2, 2, "dflash"]["weights"], outcomes[2, 2, "dflash"]["pool"]
-    assert held["layers.self_attn.q_proj.weight"] == held["layers.mlp.down_proj.weight"] == 2
-    assert held["embed_tokens.weight"] == held["lm_head.weight"] == 2
+    assert held["layers.self_attn.q_proj.weight.T"] == held["layers.mlp.down_proj.weight.T"] == 2
+    assert held["embed_tokens.weight"] == held["lm_head.weight.T"] == 2
     assert held["norm.weight"] == held["layers.input_layernorm.weight"] == 1
     assert pool == 4
     assert outcomes[1, 2, "dflash"]["pool"] == outcomes[2, 1, "dflash"]["pool"] == 2
@@ -49,6 +49,8 @@ def test_weights_lie_by_head_width_and_vocabulary_and_pages_by_rows_and_heads(ou
     [
         ("layers.0.mlp.up_proj.weight", 2, ("model", None)),
         ("layers.mlp.up_proj.weight", 3, (None, "model", None)),
+        ("layers.mlp.up_proj.weight.T", 3, (None, None, "model")),
+        ("fc.weight.T", 2, ("model", None)),
         ("layers.self_attn.o_proj.weight", 3, (None, None, "model")),
         ("layers.self_attn.o_proj.bias", 2, (None, None)),
         ("layers.self_attn.k_proj.bias", 2, (None, "model")),

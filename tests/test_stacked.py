@@ -12,12 +12,14 @@ from bridge.platform import CPU, Platform, with_mesh
 from torch_dflash import Pair, generate, load_pair
 from torch_dflash.stacked import stack_layers, stacked_name
 
+TURNED = replace(CPU, turned=True)
 PADDED = replace(CPU, lanes=128, fast_tokens=8, narrowest=32)
 STACKED = replace(CPU, stacked=True)
 PLATFORMS = {
     "stacked": STACKED,
+    "turned": TURNED,
     "padded pools and passes": PADDED,
-    "all, in a mesh": with_mesh(replace(PADDED, stacked=True), jax.devices("cpu"), 1, 1),
+    "all, in a mesh": with_mesh(replace(PADDED, stacked=True, turned=True), jax.devices("cpu"), 1, 1),
 }
 
 

@@ -23,7 +23,7 @@ from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
 from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
 from torch_dflash.sharding import axes_of, check_divides
-from torch_dflash.stacked import stack_layers
+from torch_dflash.stacked import stack_layers, turn
 from torch_dflash.tokenizer import load_tokenizer
 from torch_dflash.verify import TargetFunctions, lower_target
 from torch_dflash.weights import load_weights, tensor_names
@@ -162,6 +162,7 @@ def load_pair(
 
 def _placed(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
     """The tensors on the devices, each its part. `tensors` is emptied on the way."""
+    tensors = turn(tensors) if platform.turned else tensors
     names = list(tensors)
     return {name: _place(name, tensors.pop(name), platform) for name in names}
 

@@ -8,6 +8,7 @@ are held by all.
 import jax
 
 from bridge.platform import Platform, own_platform, with_mesh
+from bridge.views import TURNED
 from torch_dflash.config import BlockConfig, DrafterConfig, TargetConfig
 from torch_dflash.errors import InputError, checked_integer
 
@@ -28,10 +29,14 @@ def platform_over(tp: int, dp: int) -> Platform:
 
 
 def axes_of(name: str, num_axes: int) -> tuple[str | None, ...]:
-    """Mesh axis of each axis of a parameter. Weights are [out, in], biases [out], with [L] before them when stacked.
+    """Mesh axis of each axis of a parameter. Weights are [out, in], biases [out], with [L] before them when stacked; a
+    name.T is [in, out].
 
     Examples: layers.0.mlp.up_proj.weight -> ("model", None); layers.mlp.up_proj.weight -> (None, "model", None).
     """
+    if name.endswith(TURNED):
+        *front, outputs, inputs = axes_of(name.removesuffix(TURNED), num_axes)
+        return (*front, inputs, outputs)
     owner, _, kind = name.rpartition(".")
     layer = owner.rpartition(".")[2]
     own = {"weight": 2, "bias": 1}.get(kind, num_axes)

@@ -1,4 +1,4 @@
-"""The target with its layers' weights stacked: one traced layer under `lax.scan`, for compilers that like it (TPU).
+"""Weights as the hardware likes them: turned, and the layers' stacked: one traced layer under `lax.scan` (TPU).
 
 The torch module stays the source of truth: what is traced is its own layer, embedding, norm and head.
 
@@ -15,10 +15,11 @@ from jax import Array, lax
 from torch import nn
 
 from bridge.platform import Platform
-from bridge.views import Params, lower
+from bridge.views import TURNED, Params, lower
 from torch_dflash.models.target import Target
 
 LAYERS = "layers."
+PRODUCTS = tuple(f"{part}.weight" for part in ("proj", "lm_head", "fc"))
 
 ArrayT = TypeVar("ArrayT", torch.Tensor, Array)
 
@@ -38,6 +39,21 @@ def stack_layers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         to: torch.stack([tensors.pop(name).detach() for name in names]) if to.startswith(LAYERS) else tensors.pop(to)
         for to, names in groups.items()
     }
+
+
+def turn(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with the weights of products [..., out, in] turned to [..., in, out], as `name.T`. `tensors` is
+    emptied on the way."""
+    return {
+        name + TURNED if is_product(name) else name: tensor.mT.contiguous() if is_product(name) else tensor
+        for name in list(tensors)
+        for tensor in [tensors.pop(name)]
+    }
+
+
+def is_product(name: str) -> bool:
+    """Whether a parameter is the weight of a product, and of nothing else (an embedding's rows are also read)."""
+    return name.endswith(PRODUCTS)
 
 
 def lower_stacked(

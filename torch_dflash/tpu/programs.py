@@ -23,7 +23,7 @@ from torch_dflash.pair import DTYPES, Pair
 from torch_dflash.propose import Proposer, lower_drafter
 from torch_dflash.sampling import choose_greedily
 from torch_dflash.sharding import axes_of, check_divides
-from torch_dflash.stacked import stack_layers
+from torch_dflash.stacked import stack_layers, turn
 from torch_dflash.state import Capacity, Chunk
 from torch_dflash.verify import lower_target
 
@@ -51,6 +51,8 @@ def _cast(module: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor
 
 
 def _shapes(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
+    tensors = turn(tensors) if platform.turned else tensors
+
     def shape(name: str, tensor: torch.Tensor) -> Any:
         dtype = jnp.dtype(str(tensor.dtype).removeprefix("torch."))
         where = platform.sharding(*axes_of(name, tensor.ndim))
