@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,26 @@ def test_more_devices_than_there_are_and_none_are_refused() -> None:
         platform_over(8, 2)
     with pytest.raises(InputError, match="dp is 0: use an integer >= 1"):
         platform_over(1, 0)
+
+
+HOST = """
+import sys, jax
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+from torch_dflash import cli
+sys.exit(cli.main(["generate", "x", "--target", "bytes"]))
+"""
+
+
+def test_several_hosts_are_refused_in_one_line() -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    commands = [[sys.executable, "-c", HOST, address, str(number)] for number in range(2)]
+    hosts = [subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) for command in commands]
+    for host in hosts:
+        _, said = host.communicate(timeout=120)
+        assert host.returncode == 2
+        assert said.splitlines()[-1].endswith(
+            "JAX runs as 2 processes: one process must see all devices, start one host"
+        )

@@ -22,6 +22,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-drafts", metavar="K", help="use K of the block's B-1 drafts in each step; auto: as many as pay")
     add("--method", choices=("dflash", "plain"), help="plain: the target alone, the baseline")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
+    add("--tp", type=int, default=1, metavar="N", help="spread the models over N devices (by head, width, vocabulary)")
+    add("--dp", type=int, default=1, metavar="N", help="spread the requests over N groups of such devices")
     add("--steps-per-dispatch", type=int, default=4, metavar="N", help="steps on the device between two reads (4)")
     add("--no-chat", action="store_true", help="do not apply the chat template of a chat model")
 
@@ -39,8 +41,10 @@ def use_compilation_cache() -> None:
 def load(arguments: argparse.Namespace) -> "Pair":
     """The pair that the arguments name."""
     from torch_dflash.pair import load_pair
+    from torch_dflash.sharding import platform_over
 
-    return load_pair(arguments.target, draft_name(arguments), arguments.dtype, block_size=arguments.block_size)
+    platform, block_size = platform_over(arguments.tp, arguments.dp), arguments.block_size
+    return load_pair(arguments.target, draft_name(arguments), arguments.dtype, block_size=block_size, platform=platform)
 
 
 def num_drafts_of(arguments: argparse.Namespace) -> int | str | None:

@@ -18,7 +18,11 @@ BY_INPUT = ("o_proj", "down_proj", "fc")
 
 def platform_over(tp: int, dp: int) -> Platform:
     """This process's platform, each model spread over tp devices, the rows over dp groups of them. Raises InputError
-    when there are not so many."""
+    when there are not so many, or when they belong to several processes."""
+    if jax.process_count() > 1:
+        raise InputError(
+            f"JAX runs as {jax.process_count()} processes: one process must see all devices, start one host"
+        )
     tp, dp = checked_integer(tp, "tp", 1), checked_integer(dp, "dp", 1)
     if tp * dp == 1:
         return own_platform()
