@@ -14,23 +14,23 @@ from torch_dflash.tpu.shapes import drafter_folder, target_folder
 SOURCE = "Google Developers Blog, 4 May 2026"
 CHIP = "v5p"
 TARGET, DRAFTER = "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"
-AVERAGE_TAU = 5.42
 
 
 @dataclass(frozen=True)
 class Published:
-    """Of one data set. TPOT in milliseconds: plain decoding and DFlash."""
+    """Of one data set. TPOT in milliseconds: plain decoding and DFlash. is_mean: the mean of the others."""
 
     name: str
     tau: float
     speed_up: float
     plain_tpot_ms: float
     dflash_tpot_ms: float
+    is_mean: bool = False
 
     @property
-    def step_ms(self) -> float:
-        """What a DFlash step took."""
-        return self.dflash_tpot_ms * self.tau
+    def step_ms(self) -> float | None:
+        """What a DFlash step took. None of the mean: that of products is not the product of means."""
+        return None if self.is_mean else self.dflash_tpot_ms * self.tau
 
 
 QWEN3_4B = (
@@ -43,8 +43,8 @@ QWEN3_4B = (
     Published("mt-bench", 3.87, 2.36, 7.20, 3.05),
     Published("alpaca", 2.86, 1.65, 6.72, 4.08),
     Published("swe-bench", 3.35, 1.60, 6.85, 4.27),
-    Published("average", AVERAGE_TAU, 3.13, 7.30, 2.66),
 )
+AVERAGE = Published("average", 5.42, 3.13, 7.30, 2.66, is_mean=True)
 # Cost of verifying K tokens against verifying 16, v5p, one sequence, context 256.
 K_FLAT = ((16, 1.00), (128, 1.00), (256, 1.02), (512, 1.00), (1024, 1.00))
 
