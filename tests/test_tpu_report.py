@@ -17,7 +17,7 @@ from torch_dflash.tpu import published
 from torch_dflash.tpu.chips import chip_named
 from torch_dflash.tpu.hlo import Collective, Facts
 from torch_dflash.tpu.plan import Setup, check_setup, plan_memory
-from torch_dflash.tpu.report import FUSED, PLAIN, document, make_report
+from torch_dflash.tpu.report import DRAFT, FUSED, PLAIN, document, make_report, of_ideal
 from torch_dflash.tpu.report_lines import lines
 from torch_dflash.tpu.roofline import dflash_step, target_pass, time_of
 from torch_dflash.tpu.shapes import drafter_folder, target_folder
@@ -31,17 +31,18 @@ SETUP = Setup(chip_named("v5p"), QWEN, QWEN_DRAFTER, tp=1, rows=1, context=512, 
 def facts(cycles: float, **changes: Any) -> Facts:
     base = Facts(
         mosaic_calls=3,
+        silent_mosaic_calls=1,
         argument_bytes=10**9,
         output_bytes=2 * 10**9,
         alias_bytes=1234 * 10**6,
         temp_bytes=7654 * 10**3,
-        collectives=(Collective("all-reduce", 72, 10**6), Collective("all-gather", 2, 64)),
+        collectives=(Collective("all-reduce", 3, 72, 10**6), Collective("all-gather", 2, 2, 64)),
         large_copies=(),
         host_transfers=(),
         cycles=cycles,
         loops_counted_once=0,
-        flops=None,
-        hbm_bytes=9.5e9,
+        flops=164 * 10**9,
+        hbm_bytes=10 * 10**9,
     )
     return replace(base, **changes)
 
@@ -69,7 +70,7 @@ def test_the_default_report_is_qwen3_4b_on_v5p_beside_the_published_figures(caps
     assert row(text, PLAIN)[-1] == "2.937" and row(text, FUSED)[-1] == "3.613"
     assert row(text, "math500") == ["8.80", "8.02", "12.32", "1.40", "5.72", "0.41"]
     assert row(text, "average")[2] == "-"  # a mean step is not the mean TPOT times the mean tau
-    assert "Knee: from 162 query tokens" in text
+    assert "takes longer than the memory: v5p 162, v6e 546, v5e 235." in text
 
 
 def test_json_is_the_same_report_unrounded(capsys: pytest.CaptureFixture) -> None:
@@ -83,7 +84,9 @@ def test_json_is_the_same_report_unrounded(capsys: pytest.CaptureFixture) -> Non
     (predicted,) = content["predicted"]
     assert predicted["tpot_ms"] == pytest.approx(step.seconds * 1e3 / 4)
     assert content["published"]["comparable"] is False
-    assert [point["tokens"] for point in content["k_flat"]] == [2**n for n in range(11)]
+    assert [curve["chip"] for curve in content["k_flat"]] == ["v6e", "v5p", "v5e"]
+    for curve in content["k_flat"]:
+        assert [point["tokens"] for point in curve["points"]] == [2**n for n in range(11)]
     assert content["compiled"] == [] and content["not_compiled"]
 
 
@@ -92,7 +95,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["tpu-report", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert (out / "report.txt").read_text() == printed
-    assert json.loads((out / "report.json").read_text())["knee"] == 162
+    assert json.loads((out / "report.json").read_text())["k_flat"][0]["knee"] == 162
     assert (out / "k-flat.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -116,14 +119,26 @@ def test_what_was_compiled_and_what_was_not() -> None:
     text = "\n".join(lines(report))
     assert max(map(len, text.splitlines())) <= 110 and "not compiled" not in text
     section = text[text.index("compiled, each chip") :]
-    assert row(section, FUSED) == ["9.500", "-", "3", "1.234", "7.7", "74", "8.000"]  # 14 Mcycles at 1.75 GHz
-    assert "counted once: fused step." in text
+    assert row(section, FUSED) == ["10.000", "1.009", "164.0", "3", "7.7", "74", "8.000"]  # 14 Mcycles at 1.75 GHz
+    assert "count once: fused step." in text
     assert row(text, "model estimate: cycles") == ["4.000", "8.000", "4.000", "1.600", "2.50"]
     assert row(text, "math500")[-2:] == ["0.41", "0.91"]
     content = document(report)
     assert content["not_compiled"] is None
     assert content["compiled"][1]["estimated_seconds"] == pytest.approx(0.008)
     assert json.dumps(content)
+
+
+def test_traffic_against_the_ideal() -> None:
+    pages = 528 * 147456  # the live K/V, context and block
+    ideal = dflash_step(QWEN, QWEN_DRAFTER, 1, 512).hbm_bytes
+    report = make_report(NAMES, SETUP)
+    assert of_ideal(report, FUSED, facts(1)) == (10**10 + pages) / ideal
+    assert of_ideal(report, FUSED, facts(1, silent_mosaic_calls=0)) == 10**10 / ideal
+    assert of_ideal(report, DRAFT, facts(1)) == 10**10 / report.program(DRAFT).work.hbm_bytes
+    assert of_ideal(report, "prefill", facts(1)) is None
+    four = make_report(NAMES, replace(SETUP, tp=4))
+    assert of_ideal(four, FUSED, facts(1)) == (10**10 + pages / 4) / (ideal / 4)
 
 
 def test_predictions_without_a_compiled_plain_step_have_no_speed_up() -> None:
@@ -137,7 +152,7 @@ def test_published_rows_stand_only_beside_what_was_measured(capsys: pytest.Captu
     assert not published.comparable(QWEN, QWEN_DRAFTER, chip_named("v5p"), 4, 1)
     assert main(["tpu-report", "--target", "llama-3.1-8b"]) == 0
     text = capsys.readouterr().out
-    assert "not what was asked here" in text and "math500" not in text
+    assert "Not what was asked here." in text and "mbpp 9.81 -> 3.48 ms" in text and "math500" not in text
     assert published.QWEN3_4B[0].step_ms == pytest.approx(12.32)
 
 

@@ -71,9 +71,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         commands.add_parser(
             "tpu-report",
             help="estimate a pair on TPU chips, without one",
-            description="Say what a target and its drafter need and can reach on TPU chips that are not at hand: memory "
-            "plan, rooflines, predicted time per token beside published figures, and what a verification costs against "
-            "its tokens. Only shapes are read. All are model estimates.",
+            description="Say what a target and its drafter need and can reach on TPU chips that are not at hand: a "
+            "memory plan, rooflines, the time per token predicted from them beside published figures, and what a "
+            "verification costs against its number of tokens. Only shapes are read. All are model estimates.",
         )
     )
     training = commands.add_parser(

@@ -20,6 +20,7 @@ COLLECTIVES = (
 )
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 _HOST_SPACE = 5
+_NO_MOVES = ("parameter", "get-tuple-element", "tuple", "bitcast")
 _HOST_OPCODES = ("outfeed", "infeed")
 _HOST_CALLS = ("callback", "MoveToHost", "MoveToDevice", "annotate_device_placement")
 
@@ -37,7 +38,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Found:
-    """An instruction that should perhaps not be there. bytes: of its result."""
+    """An instruction that should perhaps not be there. bytes: that it moves."""
 
     name: str
     opcode: str
@@ -49,14 +50,17 @@ class Found:
 class Facts:
     """Of one program on one chip.
 
-    mosaic_calls: in the text. argument, output, alias, temp bytes: the compiler's memory analysis; alias is what donated
-    arguments share with results. large_copies: copies of arrays of at least a given size, within HBM. host_transfers:
-    whatever leaves for the host. cycles: see above. loops_counted_once: loops of unknown length. flops: of matrix
-    products, and of Mosaic calls that state theirs. hbm_bytes: see hlo_traffic.py; without the K/V pages that
-    Mosaic calls read.
+    mosaic_calls: in the text; silent ones do not say how many bytes they move. argument, output, alias and temp bytes:
+        the compiler's memory analysis; alias is what donated arguments share with results.
+    large_copies: what writes at least a given size of HBM at once: a copy of a pool, in whatever dress.
+    host_transfers: whatever goes to the host or comes from it.
+    cycles: see above. loops_counted_once: loops of unknown length.
+    flops: of matrix products, and of Mosaic calls that state theirs.
+    hbm_bytes: see hlo_traffic.py; without the K/V pages that silent Mosaic calls read.
     """
 
     mosaic_calls: int
+    silent_mosaic_calls: int
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -85,8 +89,8 @@ class Visit:
 
 
 def facts_of(compiled: Any, large: int = LARGE) -> Facts:
-    """Of what `jax.jit(...).lower(...).compile()` gives. large: bytes from which on a copy is listed; the size of the
-    smallest K/V pool is a good choice."""
+    """Of what `jax.jit(...).lower(...).compile()` gives. large: bytes from which on a write is listed; the size of the
+    smallest K/V pool on one chip is a good choice."""
     return facts_from(compiled.as_text(), compiled.memory_analysis(), large)
 
 
@@ -94,20 +98,23 @@ def facts_from(text: str, memory: Any, large: int = LARGE) -> Facts:
     """The same from the text and the memory analysis. Raises ValueError if the text is not HLO."""
     module = parse(text)
     visits = tuple(walk(module))
-    traffic = [(visit.times, traffic_of(module, visit.computation, visit.instruction)) for visit in visits]
+    kernels = [visit.instruction for visit in visits if is_mosaic(visit.instruction)]
+    loops = [visit.instruction for visit in visits if visit.instruction.opcode == "while"]
+    traffic = [(visit, traffic_of(module, visit.computation, visit.instruction)) for visit in visits]
     return Facts(
-        mosaic_calls=sum(is_mosaic(visit.instruction) for visit in visits),
+        mosaic_calls=len(kernels),
+        silent_mosaic_calls=sum(kernel.number("bytes_accessed") is None for kernel in kernels),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         collectives=tuple(_collectives(visits)),
-        large_copies=tuple(_found(v) for v in visits if _is_copy(v.instruction) and _size(v.instruction) >= large),
-        host_transfers=tuple(_found(visit) for visit in visits if _is_host_transfer(visit.instruction)),
+        large_copies=tuple(_found(v, part.largest_write) for v, part in traffic if part.largest_write >= large),
+        host_transfers=tuple(_found(v, _size(v.instruction)) for v in visits if _is_host_transfer(v.instruction)),
         cycles=sum(visit.times * (visit.instruction.number("estimated_cycles") or 0) for visit in visits),
-        loops_counted_once=sum(v.instruction.opcode == "while" and trips(module, v.instruction) is None for v in visits),
-        flops=sum(times * part.flops for times, part in traffic),
-        hbm_bytes=sum(times * part.hbm_bytes for times, part in traffic),
+        loops_counted_once=sum(trips(module, loop) is None for loop in loops),
+        flops=sum(visit.times * part.flops for visit, part in traffic),
+        hbm_bytes=sum(visit.times * part.hbm_bytes for visit, part in traffic),
     )
 
 
@@ -176,23 +183,18 @@ def _collectives(visits: tuple[Visit, ...]) -> Iterator[Collective]:
             yield Collective(kind, len(mine), sum(visit.times for visit in mine), size)
 
 
-def _is_copy(instruction: Instruction) -> bool:
-    """Within HBM; moves to memory on the chip are none."""
-    copies = instruction.opcode in ("copy", "copy-start")
-    return copies and all(array.space == 0 for array in results(instruction))
-
-
 def _is_host_transfer(instruction: Instruction) -> bool:
+    if instruction.opcode in _NO_MOVES or instruction.opcode.endswith("-done"):  # the start is counted
+        return False
     if instruction.opcode in _HOST_OPCODES or "is_host_transfer=true" in instruction.attributes:
         return True
-    if any(array.space == _HOST_SPACE for array in instruction.outputs):
-        return instruction.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast")
-    return instruction.opcode == "custom-call" and any(part in instruction.target for part in _HOST_CALLS)
+    moved = any(array.space == _HOST_SPACE for array in instruction.outputs)
+    return moved or any(part in instruction.target for part in _HOST_CALLS)
 
 
 def _size(instruction: Instruction) -> int:
-    return sum(array.bytes for array in results(instruction))
+    return sum(array.bytes for array in instruction.outputs[:1])
 
 
-def _found(visit: Visit) -> Found:
-    return Found(visit.instruction.name, visit.instruction.opcode, _size(visit.instruction), visit.in_loop)
+def _found(visit: Visit, size: int) -> Found:
+    return Found(visit.instruction.name, visit.instruction.opcode, size, visit.in_loop)

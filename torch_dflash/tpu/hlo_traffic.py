@@ -28,10 +28,11 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one run of an instruction."""
+    """Of one run of an instruction. largest_write: bytes of HBM that it writes of one result."""
 
     hbm_bytes: int
     flops: int
+    largest_write: int = 0
 
 
 def is_mosaic(instruction: Instruction) -> bool:
@@ -57,18 +58,22 @@ def traffic_of(module: Module, computation: Computation, instruction: Instructio
     operands = [_array(computation, name) for name in instruction.operands]
     if is_mosaic(instruction):
         return _kernel(instruction, operands)
-    read = sum(_read(module, computation, instruction, at) for at, array in enumerate(operands) if array and array.space == 0)
+    read = sum(
+        _read(module, computation, instruction, at) for at, array in enumerate(operands) if array and array.space == 0
+    )
     sizes = zip(results(instruction), _written(module, computation, instruction), strict=True)
-    written = sum(size for array, size in sizes if array.space == 0)
-    return Traffic(read + written, _flops(module, computation, instruction))
+    written = [size for array, size in sizes if array.space == 0]
+    return Traffic(read + sum(written), _flops(module, computation, instruction), max(written, default=0))
 
 
 def _kernel(instruction: Instruction, operands: Sequence[Array | None]) -> Traffic:
     flops, stated = instruction.number("flops") or 0, instruction.number("bytes_accessed")
+    made = [array.hbm_bytes for array in results(instruction)]
+    largest = 0 if "output_to_operand_aliasing" in instruction.attributes else max(made, default=0)
     if stated is not None:
-        return Traffic(stated, flops)
+        return Traffic(stated, flops, largest)
     sizes = sorted(array.hbm_bytes for array in operands if array is not None)
-    return Traffic(sum(sizes[:-1]) + sum(array.hbm_bytes for array in results(instruction)), flops)
+    return Traffic(sum(sizes[:-1]) + sum(made), flops, largest)
 
 
 def _array(computation: Computation, name: str) -> Array | None:

@@ -45,6 +45,22 @@ QWEN3_4B = (
     Published("swe-bench", 3.35, 1.60, 6.85, 4.27),
 )
 AVERAGE = Published("average", 5.42, 3.13, 7.30, 2.66, is_mean=True)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model in a serving pipeline. speed_up: mean over the data sets; TPOT in milliseconds of one of them."""
+
+    target: str
+    pipeline: str
+    num_drafts: int
+    speed_up: float
+    name: str
+    plain_tpot_ms: float
+    dflash_tpot_ms: float
+
+
+LLAMA = Served("Llama-3.1-8B", "vLLM on v5p", 10, 2.29, "mbpp", 9.81, 3.48)
 # Cost of verifying K tokens against verifying 16, v5p, one sequence, context 256.
 K_FLAT = ((16, 1.00), (128, 1.00), (256, 1.02), (512, 1.00), (1024, 1.00))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_dflash.config import DrafterConfig, TargetConfig
 from torch_dflash.tpu import published
+from torch_dflash.tpu.chips import CHIPS, Chip
 from torch_dflash.tpu.hlo import Facts
 from torch_dflash.tpu.plan import MemoryPlan, Setup, plan_memory
 from torch_dflash.tpu.published import Published
@@ -57,9 +58,18 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """What a verification costs on one kind of chip. knee: None where computing never takes longer."""
+
+    chip: str
+    points: tuple[KFlat, ...]
+    knee: int | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All of it. names: target and drafter as the user called them. compiled: programs and what the compiler made of
-    them; not_compiled: why there are none. knee: None where computing never takes longer."""
+    them; not_compiled: why there are none. curves: of all chips, the one asked for first."""
 
     names: tuple[str, str]
     setup: Setup
@@ -67,12 +77,16 @@ class Report:
     programs: tuple[Program, ...]
     compiled: tuple[tuple[str, Facts], ...]
     not_compiled: str
-    points: tuple[KFlat, ...]
-    knee: int | None
+    curves: tuple[Curve, ...]
     comparable: bool
 
     def program(self, name: str) -> Program:
         return next(program for program in self.programs if program.name == name)
+
+    def pages_read(self, name: str) -> float:
+        """Bytes of the target's live K/V that a program reads, on all chips together."""
+        read = self.program(VERIFY if name == FUSED else name).work.kv_read
+        return 0.0 if name == DRAFT else read
 
 
 def make_report(
@@ -94,8 +108,7 @@ def make_report(
         programs=tuple(Program(name, work, time_of(work, chip, setup.tp)) for name, work in works),
         compiled=tuple(compiled),
         not_compiled="" if compiled else not_compiled,
-        points=k_flat(target, chip, context, rows=rows, tp=setup.tp),
-        knee=knee(target, chip, context, rows=rows),
+        curves=tuple(_curve(setup, other) for other in (chip, *(c for c in CHIPS if c != chip))),
         comparable=published.comparable(target, setup.drafter, chip, setup.tp, rows),
     )
 
@@ -123,6 +136,18 @@ def predictions(report: Report, tau: float) -> tuple[Prediction, ...]:
     return ideal, Prediction("cycles", tau, cycles[FUSED], cycles.get(PLAIN))
 
 
+def of_ideal(report: Report, name: str, facts: Facts) -> float | None:
+    """Bytes that a compiled program moves from and to HBM, against its roofline's; None for a program without one.
+
+    The live K/V pages are added where the kernel that reads them does not count them itself.
+    """
+    ideal = next((program.work for program in report.programs if program.name == name), None)
+    if ideal is None:
+        return None
+    pages = report.pages_read(name) if facts.silent_mosaic_calls else 0.0
+    return (facts.hbm_bytes + pages / report.setup.tp) / (ideal.hbm_bytes / report.setup.tp)
+
+
 def document(report: Report) -> dict[str, Any]:
     """The same for a program: bytes, seconds and numbers as they are, nothing rounded."""
     setup = report.setup
@@ -143,17 +168,29 @@ def document(report: Report) -> dict[str, Any]:
         "memory_per_chip": asdict(report.memory)
         | {"total": report.memory.total, "left": report.memory.left, "more_rows": report.memory.more_rows},
         "roofline": [_program(program) for program in report.programs],
-        "compiled": [_compiled(name, facts, setup.chip.clock_hz) for name, facts in report.compiled],
+        "compiled": [_compiled(report, name, facts) for name, facts in report.compiled],
         "not_compiled": report.not_compiled or None,
         "predicted": [_prediction(prediction) for prediction in predictions(report, setup.tau)],
         "published": {
             "source": published.SOURCE,
             "comparable": report.comparable,
+            "served": asdict(published.LLAMA),
             "rows": [_published(report, row) for row in (*published.QWEN3_4B, published.AVERAGE)],
         },
-        "k_flat": [{"tokens": point.tokens} | _time(point.time) for point in report.points],
-        "knee": report.knee,
+        "k_flat": [
+            {"chip": curve.chip, "knee": curve.knee, "points": [_point(point) for point in curve.points]}
+            for curve in report.curves
+        ],
     }
+
+
+def _curve(setup: Setup, chip: Chip) -> Curve:
+    points = k_flat(setup.target, chip, setup.context, rows=setup.rows, tp=setup.tp)
+    return Curve(chip.name, points, knee(setup.target, chip, setup.context, rows=setup.rows))
+
+
+def _point(point: KFlat) -> dict[str, Any]:
+    return {"tokens": point.tokens} | _time(point.time)
 
 
 def _program(program: Program) -> dict[str, Any]:
@@ -165,8 +202,9 @@ def _time(time: Time) -> dict[str, float]:
     return {"memory_seconds": time.memory, "compute_seconds": time.compute, "seconds": time.seconds}
 
 
-def _compiled(name: str, facts: Facts, clock_hz: float) -> dict[str, Any]:
-    return {"name": name} | asdict(facts) | {"estimated_seconds": facts.seconds(clock_hz)}
+def _compiled(report: Report, name: str, facts: Facts) -> dict[str, Any]:
+    seconds = facts.seconds(report.setup.chip.clock_hz)
+    return {"name": name} | asdict(facts) | {"estimated_seconds": seconds, "of_ideal": of_ideal(report, name, facts)}
 
 
 def _prediction(prediction: Prediction) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch_dflash.tpu.chips import GIGA
 from torch_dflash.tpu.hlo import Facts
 from torch_dflash.tpu.plan import PAGE_SIZE
 from torch_dflash.tpu.published import Published
-from torch_dflash.tpu.report import NOTE, Prediction, Program, Report, predictions
+from torch_dflash.tpu.report import NOTE, Prediction, Program, Report, of_ideal, predictions
 from torch_dflash.tpu.roofline import drafter_parameters, target_parameters
 
 WIDTH = 110
@@ -19,6 +19,13 @@ _HEAD_TWICE = (
     "and drafter share twice, because the verification begins with the drafts. Exchange between chips, launches "
     "and the host are not counted: a roofline is a lower bound."
 )
+
+_COMPILED = (
+    "HBM GB: read and written by the compiled program, without the K/V pages of Mosaic calls that do not say what they "
+    "read; of ideal: with them, against the roofline's bytes. Mosaic: calls of Pallas kernels; their time is not "
+    "in the estimate. exchanges: between chips. estimate ms: the compiler's estimated cycles"
+)
+_BEYOND = "What stays flat beyond the knee is bound by something that a roofline does not know."
 
 
 def lines(report: Report) -> Iterator[str]:
@@ -35,7 +42,9 @@ def _asked(report: Report) -> Iterator[str]:
     speed = f"{chip.flops_per_second / 1e12:.0f} TFLOP/s in bfloat16, {chip.hbm_bytes_per_second / GIGA:.0f} GB/s"
     yield from _labelled("chip", f"{setup.tp} x TPU {chip.name}: {speed}, {chip.hbm_bytes / GIGA:.1f} GB of HBM each")
     tied = "tied" if setup.target.tie_word_embeddings else "untied"
-    shape = f"{setup.target.num_layers} layers, {_block(setup.target.block)}, vocabulary {setup.target.vocab_size} {tied}"
+    shape = (
+        f"{setup.target.num_layers} layers, {_block(setup.target.block)}, vocabulary {setup.target.vocab_size} {tied}"
+    )
     billions = target_parameters(setup.target).total / GIGA
     yield from _labelled("target", f"{target}: {setup.target.architecture}, {shape}, {billions:.3f} B parameters")
     taps = ", ".join(map(str, draft.target_layer_ids))
@@ -78,33 +87,31 @@ def _program_cells(program: Program) -> tuple[str, ...]:
     work, time = program.work, program.time
     sizes = (work.hbm_bytes, work.weights, work.kv_read)
     gigas = (*(f"{size / GIGA:.3f}" for size in sizes), f"{work.flops / GIGA:.1f}")
-    return (*gigas, *(f"{seconds * 1e3:.3f}" for seconds in (time.memory, time.compute, time.seconds)))
+    return (*gigas, *map(_ms, (time.memory, time.compute, time.seconds)))
 
 
 def _compiled(report: Report) -> Iterator[str]:
     if not report.compiled:
         yield from _labelled("programs", f"not compiled: {report.not_compiled}")
         return
-    titles = ("HBM GB", "GFLOP", "Mosaic", "alias GB", "temp MB", "collect.", "estimate ms")
+    titles = ("HBM GB", "of ideal", "GFLOP", "Mosaic", "temp MB", "exchanges", "estimate ms")
     yield _row("compiled, each chip", titles)
     for name, facts in report.compiled:
-        yield _row(f"  {name}", _facts_cells(facts, report.setup.chip.clock_hz))
+        yield _row(f"  {name}", _facts_cells(report, name, facts))
     clock = f"{report.setup.chip.clock_hz / GIGA:.2f} GHz, assumed"
-    yield from _wrapped(f"estimate ms: the compiler's estimated cycles over the clock ({clock}). {_loops(report)}", "  ")
+    yield from _wrapped(f"{_COMPILED} over the clock ({clock}). {_loops(report)}", "  ")
 
 
-def _facts_cells(facts: Facts, clock_hz: float) -> tuple[str, ...]:
-    def giga(value: float | None) -> str:
-        return "-" if value is None else f"{value / GIGA:.3f}"
-
-    counts = (f"{facts.mosaic_calls}", giga(facts.alias_bytes), f"{facts.temp_bytes / 1e6:.1f}")
-    collectives = f"{sum(kind.count for kind in facts.collectives)}"
-    return (giga(facts.hbm_bytes), giga(facts.flops), *counts, collectives, f"{facts.seconds(clock_hz) * 1e3:.3f}")
+def _facts_cells(report: Report, name: str, facts: Facts) -> tuple[str, ...]:
+    moved = f"{facts.hbm_bytes / GIGA:.3f}", _optional(of_ideal(report, name, facts), 3)
+    runs = sum(kind.runs for kind in facts.collectives)
+    counts = f"{facts.flops / GIGA:.1f}", f"{facts.mosaic_calls}", f"{facts.temp_bytes / 1e6:.1f}", f"{runs}"
+    return (*moved, *counts, f"{facts.seconds(report.setup.chip.clock_hz) * 1e3:.3f}")
 
 
 def _loops(report: Report) -> str:
     unknown = [name for name, facts in report.compiled if facts.loops_counted_once]
-    return f"Loops of unknown length are counted once: {', '.join(unknown)}." if unknown else ""
+    return f"Loops of unknown length count once: {', '.join(unknown)}." if unknown else ""
 
 
 def _predicted(report: Report) -> Iterator[str]:
@@ -118,10 +125,7 @@ def _predicted(report: Report) -> Iterator[str]:
 
 def _published(report: Report) -> Iterator[str]:
     if not report.comparable:
-        where = f"{published.TARGET} with {published.DRAFTER} on one {published.CHIP}, one row"
-        average = published.AVERAGE
-        figures = f"plain {average.plain_tpot_ms:.2f} ms, DFlash {average.dflash_tpot_ms:.2f} ms per token"
-        yield from _labelled("published", f"for {where}; not what was asked here. Average: {figures}, tau {average.tau}")
+        yield from _labelled("published", f"{_elsewhere()} Not what was asked here.")
         return
     sources = [estimate.source for estimate in predictions(report, 1.0)]
     yield _row("published (measured), ms", ("tau", "plain TPOT", "step", "TPOT", "speed-up", *sources))
@@ -131,27 +135,45 @@ def _published(report: Report) -> Iterator[str]:
     yield from _wrapped(f"Source: {published.SOURCE}; step is TPOT x tau. {estimates}.", "  ")
 
 
+def _elsewhere() -> str:
+    """All published figures in short."""
+    mean, served = published.AVERAGE, published.LLAMA
+    where = f"{published.TARGET} with {published.DRAFTER} on one {published.CHIP}, one row"
+    served_name = f"{served.target} with {served.num_drafts} drafts, {served.pipeline}"
+    return (
+        f"{where}: plain {mean.plain_tpot_ms:.2f} ms, DFlash {mean.dflash_tpot_ms:.2f} ms per token on average (tau "
+        f"{mean.tau}). {served_name}: {served.speed_up:.2f} times as fast on average, {served.name} "
+        f"{served.plain_tpot_ms:.2f} -> {served.dflash_tpot_ms:.2f} ms per token."
+    )
+
+
 def _published_cells(row: Published, estimates: Sequence[Prediction]) -> tuple[str, ...]:
     measured = (row.tau, row.plain_tpot_ms, row.step_ms, row.dflash_tpot_ms, row.speed_up)
     return tuple(_optional(figure, 2) for figure in (*measured, *(estimate.tpot_ms for estimate in estimates)))
 
 
 def _k_flat(report: Report) -> Iterator[str]:
-    first = report.points[0].time.seconds
-    yield _row("K-flat: query tokens of a row", ("memory ms", "compute ms", "roofline ms", "against 1"))
-    for point in report.points:
+    own, *others = report.curves
+    names = (f"{curve.chip} ms" for curve in others)
+    yield _row("K-flat: query tokens of a row", ("memory ms", "compute ms", f"{own.chip} ms", "against 1", *names))
+    for number, point in enumerate(own.points):
         times = (point.time.memory, point.time.compute, point.time.seconds)
-        yield _row(f"  {point.tokens}", (*(f"{t * 1e3:.3f}" for t in times), f"{point.time.seconds / first:.2f}"))
+        ratio = f"{point.time.seconds / own.points[0].time.seconds:.2f}"
+        elsewhere = (_ms(curve.points[number].time.seconds) for curve in others)
+        yield _row(f"  {point.tokens}", (*map(_ms, times), ratio, *elsewhere))
     yield from _wrapped(knee_line(report), "  ")
     flat = ", ".join(f"{tokens}: {ratio:.2f}" for tokens, ratio in published.K_FLAT)
-    yield from _wrapped(f"Published (v5p, one row, context 256), against 16 query tokens: {flat}.", "  ")
+    yield from _wrapped(f"Published (v5p, one row, context 256), against 16 query tokens: {flat}. {_BEYOND}", "  ")
 
 
 def knee_line(report: Report) -> str:
     """Where a verification stops being flat."""
-    if report.knee is None:
-        return "Knee: none, computing never takes longer than the memory."
-    return f"Knee: from {report.knee} query tokens of a row on, computing takes longer than the memory."
+    knees = (f"{curve.chip} {'never' if curve.knee is None else curve.knee}" for curve in report.curves)
+    return f"Knee, query tokens of a row from which computing takes longer than the memory: {', '.join(knees)}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
 
 
 def _optional(value: float | None, digits: int) -> str:

@@ -224,4 +224,3 @@ def _visible(layer: DraftLayer, context: int, size: int, query: int) -> int:
     reach = context + size if layer.window is None else layer.window - 1
     ahead = 0 if layer.causal else min(reach, size - 1 - query)
     return min(reach, context + query) + 1 + ahead
-
