@@ -111,30 +111,70 @@ def test_collectives_are_counted_with_their_bytes() -> None:
     assert facts(text_of("write")).collectives == ()
 
 
-def test_collectives_in_a_loop_run_as_often_as_it_does() -> None:
-    loop = (
-        "%cond (c: (s32[], f32[8])) -> pred[] {\n"
+def while_of(trips: int, name: str, body: str, compare: str = "direction=LT") -> str:
+    """The computations of a loop by hand: c_`name` and b_`name`, which is handed %x, f32[8]."""
+    return (
+        f"%c_{name} (c: (s32[], f32[8])) -> pred[] {{\n"
         "  %c = (s32[], f32[8]) parameter(0)\n"
-        "  %i = s32[] get-tuple-element(%c), index=0\n"
-        "  %n = s32[] constant(5)\n"
-        "  ROOT %lt = pred[] compare(%i, %n), direction=LT\n"
+        "  %i = s32[]{:T(128)S(6)} get-tuple-element(%c), index=0\n"
+        f"  %n = s32[]{{:T(128)S(6)}} constant({trips})\n"
+        f"  ROOT %lt = pred[]{{:T(512)S(6)}} compare(%i, %n), {compare}\n"
         "}\n"
-        "%body (c: (s32[], f32[8])) -> (s32[], f32[8]) {\n"
-        "  %c.1 = (s32[], f32[8]) parameter(0)\n"
-        "  %x = f32[8]{0} get-tuple-element(%c.1), index=1\n"
-        "  %s = (f32[8]{0}, f32[32]{0}) all-gather-start(%x), dimensions={0}\n"
-        "  %d = f32[32]{0} all-gather-done(%s)\n"
-        "  %o = token[] outfeed(%x, %t)\n"
+        f"%b_{name} (c: (s32[], f32[8])) -> (s32[], f32[8]) {{\n"
+        "  %t = (s32[], f32[8]) parameter(0)\n"
+        "  %x = f32[8]{0} get-tuple-element(%t), index=1\n"
+        f"{body}\n"
         "}\n"
     )
-    while_ = "ROOT %w = (s32[], f32[8]) while(%t), condition=%cond, body=%body"
-    found = facts(entry("%t = (s32[], f32[8]) parameter(0)", while_, before=loop))
+
+
+def looped(*computations: str, name: str) -> Facts:
+    line = f"ROOT %w = (s32[], f32[8]) while(%t), condition=%c_{name}, body=%b_{name}"
+    return facts(entry("%t = (s32[], f32[8]) parameter(0)", line, before="".join(computations)))
+
+
+GATHER = "  %s = (f32[8]{0}, f32[32]{0}) all-gather-start(%x), dimensions={0}\n  %d = f32[32]{0} all-gather-done(%s)"
+
+
+def test_collectives_in_a_loop_run_as_often_as_it_does() -> None:
+    found = looped(while_of(5, "a", f"{GATHER}\n  %o = token[] outfeed(%x, %t)"), name="a")
     assert found.collectives == (Collective("all-gather", 1, 5, 5 * 32 * 4),)
-    gathered, fed_out, compared = (8 + 32) * 4, 8 * 4, 2 * 4 + 1
-    assert found.hbm_bytes == 5 * (gathered + fed_out + compared)
+    gathered, fed_out = (8 + 32) * 4, 8 * 4
+    assert found.hbm_bytes == 5 * (gathered + fed_out)
     (out,) = found.host_transfers
     assert (out.name, out.opcode, out.in_loop) == ("o", "outfeed", True)
     assert found.loops_counted_once == 0
+
+
+def test_a_loop_in_a_loop_multiplies() -> None:
+    outer = "  %w.1 = (s32[], f32[8]) while(%t), condition=%c_in, body=%b_in"
+    found = looped(while_of(5, "in", GATHER), while_of(3, "out", outer), name="out")
+    assert found.collectives == (Collective("all-gather", 1, 15, 15 * 32 * 4),)
+
+
+@pytest.mark.parametrize("compare", ["direction=GT", "direction=NE"])
+def test_a_loop_that_counts_otherwise_is_of_unknown_length(compare: str) -> None:
+    found = looped(while_of(5, "a", GATHER, compare), name="a")
+    assert found.loops_counted_once == 1 and found.collectives[0].runs == 1
+
+
+def test_a_prefetch_onto_the_chip_is_read_once() -> None:
+    text = entry(
+        "%p = f32[256,1024]{1,0} parameter(0)",
+        "%s = (f32[256,1024]{1,0:T(8,128)S(1)}, f32[256,1024]{1,0}, u32[]{:S(2)}) copy-start(%p)",
+        "%d = f32[256,1024]{1,0:T(8,128)S(1)} copy-done(%s)",
+        "ROOT %r = f32[256,1024]{1,0:T(8,128)S(1)} negate(%d)",
+    )
+    assert facts(text).hbm_bytes == MIB and facts(text).large_copies == ()
+    within = text.replace("(f32[256,1024]{1,0:T(8,128)S(1)}, f32", "(f32[256,1024]{1,0}, f32")
+    assert facts(within).hbm_bytes == 2 * MIB and len(facts(within).large_copies) == 1
+
+
+def test_a_mosaic_call_that_updates_a_pool_in_place_does_not_copy_it() -> None:
+    call = 'ROOT %k = f32[256,1024]{1,0} custom-call(%p), custom_call_target="tpu_custom_call"'
+    text = entry("%p = f32[256,1024]{1,0} parameter(0)", call)
+    assert [found.bytes for found in facts(text).large_copies] == [MIB]
+    assert facts(text.replace(call, f"{call}, output_to_operand_aliasing={{{{}}: (0, {{}})}}")).large_copies == ()
 
 
 def test_host_transfers_are_found_once_each() -> None:

@@ -163,13 +163,13 @@ def test_published_figures_are_consistent_with_their_mean() -> None:
 
 
 def test_memory_of_a_row_by_hand() -> None:
-    plan = plan_memory(replace(SETUP, rows=3, context=1000))
-    slots = 3 * 1024 + 64  # 1000 and a block in 16 pages of 64, NULL on top
+    plan = plan_memory(replace(SETUP, rows=3, context=1020))
+    slots = 3 * 1088 + 64  # 1020 and a block in 17 pages of 64, NULL on top
     assert plan.pages == slots * 36 * 2 * 8 * 128 * 2 and plan.draft_pages == slots * 5 * 2 * 8 * 128 * 2
     assert plan.features == 3 * 16 * 5 * 2560 * 2
     assert plan.target == 2 * 4022468096 and plan.drafter == 2 * 537427200
     assert plan.total == plan.target + plan.drafter + plan.pages + plan.draft_pages + plan.features
-    full = replace(SETUP, context=1000, rows=3 + plan.more_rows)
+    full = replace(SETUP, context=1020, rows=3 + plan.more_rows)
     assert plan_memory(full).left >= 0
     with pytest.raises(InputError):
         plan_memory(replace(full, rows=full.rows + 1))

@@ -149,7 +149,7 @@ def test_time_is_the_longer_of_the_two_and_shared_out() -> None:
     one, four = time_of(work, CHIP), time_of(work, CHIP, tp=4)
     assert one.memory == work.hbm_bytes / 1e3 and one.compute == work.flops / 1e6
     assert one.seconds == one.memory > one.compute
-    assert four.seconds == pytest.approx(one.seconds / 4)
+    assert (four.memory, four.compute) == (one.memory / 4, one.compute / 4)
     fast = replace(CHIP, hbm_bytes_per_second=1e12)
     assert time_of(work, fast).seconds == work.flops / 1e6
 
@@ -178,5 +178,6 @@ def test_more_rows_and_fewer_tokens_meet_the_knee_together() -> None:
     assert knee(config, chip_named("v5p"), 512, rows=8) == pytest.approx(162 / 8, abs=2)
 
 
-def test_a_slow_memory_that_is_never_overtaken() -> None:
+def test_a_memory_that_is_never_overtaken_and_one_that_always_is() -> None:
     assert knee(TARGET, replace(CHIP, flops_per_second=1e30), 10) is None
+    assert knee(TARGET, replace(CHIP, hbm_bytes_per_second=1e30), 10) == 1

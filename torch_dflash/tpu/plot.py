@@ -26,6 +26,8 @@ def plot_k_flat(report: Report, picture: Path) -> None:
     axes.set(title=f"{where}\nmodel estimate, not measured", xlabel="query tokens of a row", ylabel="ms")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    tokens = [point.tokens for point in own.points]
+    axes.set_xticks(tokens, [str(number) for number in tokens])
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120)
