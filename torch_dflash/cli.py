@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch_dflash import batch_command, generate_command
 from torch_dflash.doctor import command as doctor_command
 from torch_dflash.errors import InputError
+from torch_dflash.tpu import command as tpu_command
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -64,6 +65,15 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             description="Read a target and its drafter, print what was understood, check the weights, and measure in "
             "one short run whether a plausible mistake (taps off by one, another RoPE base, a causal block ...) does "
             "better than the configuration. Exit code 0: healthy; 1: suspicious or broken; 2: bad input.",
+        )
+    )
+    tpu_command.add_arguments(
+        commands.add_parser(
+            "tpu-report",
+            help="estimate a pair on TPU chips, without one",
+            description="Say what a target and its drafter need and can reach on TPU chips that are not at hand: a "
+            "memory plan, rooflines, the time per token predicted from them beside published figures, and what a "
+            "verification costs against its number of tokens. Only shapes are read. All are model estimates.",
         )
     )
     training = commands.add_parser(

@@ -1,0 +1,117 @@
+"""What is asked for, checked, and what of a chip's memory it takes. The engine's rules (service.py): whole pages of 64
+positions, a row for its context and one block more, the NULL page on top."""
+
+import math
+from dataclasses import dataclass
+
+from bridge.positions import pages_for, power_of_two
+from torch_dflash.config import BlockConfig, DrafterConfig, TargetConfig
+from torch_dflash.errors import InputError, checked_integer
+from torch_dflash.tpu.chips import GIGA, Chip
+from torch_dflash.tpu.roofline import drafter_parameters, feature_bytes, kv_bytes, target_parameters
+
+PAGE_SIZE = 64
+MOST_ROWS = 2**16
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the figures are for: `tp` chips, `rows` rows of `context` positions each, `tau` tokens kept from a step."""
+
+    chip: Chip
+    target: TargetConfig
+    drafter: DrafterConfig
+    tp: int
+    rows: int
+    context: int
+    tau: float
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on each chip. row: what one row more takes. What running programs need beside it is not counted."""
+
+    target: float
+    drafter: float
+    pages: float
+    draft_pages: float
+    features: float
+    row: float
+    hbm: float
+
+    @property
+    def total(self) -> float:
+        return self.target + self.drafter + self.pages + self.draft_pages + self.features
+
+    @property
+    def left(self) -> float:
+        return self.hbm - self.total
+
+    @property
+    def more_rows(self) -> int:
+        """Rows of the same context that would fit beside those planned."""
+        return max(0, math.floor(self.left / self.row))
+
+
+def check_setup(setup: Setup) -> None:
+    """Raises InputError for numbers out of range and for a tp that does not divide, naming what it does not divide.
+    Whether it fits in memory: `plan_memory`."""
+    checked_integer(setup.rows, "rows", 1, MOST_ROWS)
+    limit = setup.target.context_limit
+    checked_integer(setup.context, "context", 1, limit, "the target's limit")
+    checked_integer(setup.tp, "tp", 1)
+    setup.chip.topology(setup.tp)
+    size = setup.drafter.block_size
+    if not 1 <= setup.tau <= size:
+        raise InputError(f"tau is {setup.tau:g}: use a number in 1..{size} (a step keeps at most a block of {size})")
+    _check_divides(setup.tp, _sizes("target", setup.target.block, setup.target.vocab_size))
+    _check_divides(setup.tp, _sizes("drafter", setup.drafter.block, setup.drafter.draft_vocab_size))
+
+
+def plan_memory(setup: Setup) -> MemoryPlan:
+    """Weights, K/V, draft context and features. Features stand whole on every chip, the rest is shared out. Raises
+    InputError, with the numbers, if a chip does not hold it."""
+    positions = min(setup.context + setup.drafter.block_size - 1, setup.target.context_limit)
+    row_positions = pages_for(positions, PAGE_SIZE) * PAGE_SIZE
+    slots = setup.rows * row_positions + PAGE_SIZE
+    position = kv_bytes(setup.target.block, setup.target.num_layers) / setup.tp
+    draft_position = kv_bytes(setup.drafter.block, len(setup.drafter.layers)) / setup.tp
+    features = power_of_two(setup.drafter.block_size) * feature_bytes(setup.drafter)
+    plan = MemoryPlan(
+        target=target_parameters(setup.target).bytes / setup.tp,
+        drafter=drafter_parameters(setup.drafter).bytes / setup.tp,
+        pages=slots * position,
+        draft_pages=slots * draft_position,
+        features=setup.rows * features,
+        row=row_positions * (position + draft_position) + features,
+        hbm=setup.chip.hbm_bytes,
+    )
+    if plan.left < 0:
+        raise InputError(_does_not_fit(setup, plan))
+    return plan
+
+
+def _does_not_fit(setup: Setup, plan: MemoryPlan) -> str:
+    weights = plan.target + plan.drafter
+    shape = f"context {setup.context} x {setup.rows} row(s)"
+    need = f"{plan.total / GIGA:.2f} GB on each of {setup.tp} chip(s)"
+    parts = f"weights {weights / GIGA:.2f}, K/V and context {(plan.total - weights) / GIGA:.2f}"
+    over = f"{-plan.left / GIGA:.2f} GB more than the {plan.hbm / GIGA:.2f} GB of a {setup.chip.name}"
+    remedy = "raise tp or take a smaller model" if weights > plan.hbm else "lower context or rows, or raise tp"
+    return f"{shape} need {need} ({parts}): {over}; {remedy}"
+
+
+def _sizes(role: str, block: BlockConfig, vocab_size: int | None) -> list[tuple[str, int]]:
+    sizes = [
+        ("num_attention_heads", block.num_heads),
+        ("num_key_value_heads", block.num_kv_heads),
+        ("intermediate_size", block.intermediate_size),
+        ("vocabulary", vocab_size or 0),  # 0: none of its own, and any tp divides it
+    ]
+    return [(f"{role}'s {name}", size) for name, size in sizes]
+
+
+def _check_divides(tp: int, sizes: list[tuple[str, int]]) -> None:
+    wrong = [f"the {name} ({size})" for name, size in sizes if size % tp]
+    if wrong:
+        raise InputError(f"tp is {tp}: it does not divide {', '.join(wrong)}; use another tp")
