@@ -1,8 +1,8 @@
 """`torch-dflash tpu-report`: what a pair would need and reach on TPU chips that are not at hand."""
 
 import argparse
-import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rows", type=int, default=1, metavar="R", help="requests at a time (default 1)")
     add("--context", type=int, default=512, metavar="N", help="positions of each row before the step (default 512)")
     add("--tau", type=float, metavar="T", help=f"tokens kept from a step (default {AVERAGE.tau}, a published average)")
+    add("--no-compile", action="store_true", help="rooflines only, even where libtpu is installed")
     add("--json", action="store_true", help="print one JSON document instead of the report")
     add("--out", type=Path, metavar="FOLDER", help="also write report.txt, report.json and k-flat.png there")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Report. Returns 0. Raises InputError."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and a chip that is not there is not looked for
+    from torch_dflash.tpu.compile import compile_setup, why_not
+    from torch_dflash.tpu.plan import plan_memory
     from torch_dflash.tpu.report import document, make_report
     from torch_dflash.tpu.report_lines import lines
 
     names, setup = read_setup(arguments)
-    report = make_report(names, setup, not_compiled=_why_not_compiled())
+    plan_memory(setup)  # refuses what does not fit, before anything is compiled
+    reason = "--no-compile" if arguments.no_compile else why_not()
+    report = make_report(names, setup, () if reason else compile_setup(setup), reason or "")
     content, text = json.dumps(document(report)), "\n".join(lines(report))
     if arguments.out is not None:
         _write(arguments.out, report, text, content)
@@ -68,11 +74,6 @@ def _draft_name(arguments: argparse.Namespace) -> str:
     if name is None:
         raise InputError(f'--draft is missing: name the drafter of "{arguments.target}"')
     return name
-
-
-def _why_not_compiled() -> str:
-    installed = importlib.util.find_spec("libtpu") is not None
-    return "not part of this version yet" if installed else "libtpu is not installed"
 
 
 def _write(folder: Path, report: "Report", text: str, content: str) -> None:
