@@ -20,7 +20,7 @@ from jax import Array, lax
 from bridge.jnp_attention import Keys, attend_to
 from bridge.platform import EVERYWHERE, HEADS, POOL, ROWS, Platform, from_storage, to_storage
 from bridge.positions import block_positions, slots
-from bridge.tpu_attention import flash, ragged
+from bridge.tpu_attention import as_it_lies, flash, ragged
 
 
 def make_pool(
@@ -55,12 +55,13 @@ def _at_least_two(where: Array, values: Array, dropped: int) -> tuple[Array, Arr
     return jnp.pad(where, (0, 1), constant_values=dropped), jnp.pad(values, ((0, 1), (0, 0), (0, 0)))
 
 
-def _gather(pool: Array, tables: Array, like: Array) -> tuple[Array, Array, Array]:
+def _gather(pool: Array, tables: Array, like: Array, platform: Platform) -> tuple[Array, Array, Array]:
     """Keys and values [R,m,K,S,d] of the pages in tables [R,m], K and d as in like [R,T,K,d], and their positions
     int32[m,S]."""
     rows, width = tables.shape
     page_size, heads, head_dim = pool.shape[1:]
-    pages = from_storage(pool[tables]).reshape(rows, width, page_size, heads // 2, 2, head_dim)
+    pages = from_storage(as_it_lies(pool[tables]) if platform.kernels else pool[tables])
+    pages = pages.reshape(rows, width, page_size, heads // 2, 2, head_dim)
     pages = pages[:, :, :, : like.shape[2], :, : like.shape[3]].transpose(4, 0, 1, 3, 2, 5)
     return pages[0], pages[1], jnp.arange(width * page_size, dtype=jnp.int32).reshape(width, page_size)
 
@@ -100,7 +101,7 @@ def paged_attention(
             return ragged(q, pool, first, tables, start, num_new, key.shape[2]), pool
 
         def attend(tables: Array) -> Array:
-            keys, values, key_at = _gather(pool, tables + first, key)
+            keys, values, key_at = _gather(pool, tables + first, key, platform)
             visible = key_at <= block_positions(start, q.shape[1])[:, :, None, None]
             return attend_to(q, Keys(keys, values, visible))
 
@@ -144,7 +145,7 @@ def draft_attention(
         block = Keys(block_key, block_value, sees(query_at[:, None]))
 
         def attend(tables: Array) -> Array:
-            keys, values, key_at = _gather(pool, tables + first, key)
+            keys, values, key_at = _gather(pool, tables + first, key, platform)
             filled = key_at < draft_len[:, None, None]
             context = Keys(keys, values, sees(key_at[None]) & filled[:, None])
             if platform.kernels:

@@ -9,6 +9,7 @@ K, B block.
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentIds, flash_attention
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -20,6 +21,12 @@ QUERY_BLOCK = 16
 VMEM_BYTES = 48 << 20
 LANES = 128  # the kernels want heads, and runs of keys, in multiples of so many
 SUBLANES = 8  # and queries
+
+
+def as_it_lies(pages: Array) -> Array:
+    """Pages [R,m,S,2*K,d] read from a pool, in the pool's order in memory. XLA would choose the order that their next
+    reader likes, and copy the whole pool into it."""
+    return with_layout_constraint(pages, Layout(major_to_minor=tuple(range(pages.ndim))))
 
 
 def ragged(
