@@ -141,3 +141,34 @@ class PageAllocator:
         assert pages == list(range(NULL_PAGE + 1, self.num_pages)), f"pages lost or shared: {pages}"
         assert all(page in self._key_of for page, users in held.items() if users > 1), "a private page is shared"
         assert {page: key for key, (page, _) in self._known.items()} == self._key_of, "remembered pages are off"
+
+
+class GroupedPages:
+    """An allocator for each group of rows: data-parallel devices, each with pages of its own that the others cannot
+    reach. Page numbers are the group's. Methods as `PageAllocator`'s; num_pages is of one group."""
+
+    def __init__(self, num_pages: int, page_size: int, rows: int, pages_per_row: int, groups: int) -> None:
+        self.rows, self.size = rows, rows // groups
+        self._groups = [PageAllocator(num_pages, page_size, self.size, pages_per_row) for _ in range(groups)]
+
+    @property
+    def num_free(self) -> int:
+        return sum(pages.num_free for pages in self._groups)
+
+    def reserve(self, row: int, length: int, prompt: Sequence[int] = ()) -> int:
+        return self._groups[row // self.size].reserve(row % self.size, length, prompt)
+
+    def remember(self, row: int, tokens: Sequence[int]) -> None:
+        self._groups[row // self.size].remember(row % self.size, tokens)
+
+    def release(self, row: int) -> None:
+        self._groups[row // self.size].release(row % self.size)
+
+    def table(self, rows: Sequence[int] | None = None) -> np.ndarray:
+        every = np.concatenate([pages.table([*range(self.size)]) for pages in self._groups])
+        none = np.full_like(every[:1], NULL_PAGE)
+        return np.concatenate([every, none])[list(range(self.rows) if rows is None else rows)]
+
+    def check_integrity(self) -> None:
+        for pages in self._groups:
+            pages.check_integrity()

@@ -31,6 +31,16 @@ def power_of_two(length: int, smallest: int = 1) -> int:
     return max(smallest, 1 << max(0, length - 1).bit_length())
 
 
+def doublings(first: int, last: int) -> list[int]:
+    """first, twice that, ... as long as it is below `last`; then `last`.  Examples: (8, 40) -> [8, 16, 32, 40]; (8, 5)
+    -> [5]."""
+    widths = []
+    while first < last:
+        widths.append(first)
+        first *= 2
+    return [*widths, last]
+
+
 def chunks(length: int, largest: int, smallest: int) -> list[tuple[int, int, int]]:
     """Cut `length` tokens into (start, number of tokens, padded width) with power-of-two widths <= largest.
 

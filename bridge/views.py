@@ -36,11 +36,15 @@ _TRACING = threading.RLock()
 
 
 def take_rows(table: Array, ids: Array) -> Array:
-    """table[ids] along the first axis. A bf16 table is read as integers: XLA on CPU would first widen all of it to
-    f32."""
+    """table[ids] along the first axis. On CPU a bf16 table is read as integers: XLA would first widen all of it to f32
+    there. Elsewhere the integers would be a copy."""
     if table.dtype != jnp.bfloat16:
         return table[ids]
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+    def as_bits(table: Array, ids: Array) -> Array:
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+    return lax.platform_dependent(table, ids, cpu=as_bits, default=lambda table, ids: table[ids])
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -73,20 +77,26 @@ def _environment() -> Any:
 _ENVIRONMENT = _environment()
 
 
-def to_jax(tensor: torch.Tensor) -> Array:
-    """The tensor on JAX's default device. On CPU it is the same memory, no copy (fp32, bf16, int32; contiguous, 64-byte
-    aligned as torch allocates)."""
-    return jax.device_put(jax.dlpack.from_dlpack(tensor.detach().contiguous()), jax.devices()[0])
+def to_jax(tensor: torch.Tensor, where: Any = None) -> Array:
+    """The tensor on JAX's default device, or `where` (a device or a sharding). On one CPU device it is the same memory,
+    no copy (fp32, bf16, int32; contiguous, 64-byte aligned as torch allocates)."""
+    array = jax.dlpack.from_dlpack(tensor.detach().contiguous())
+    return jax.device_put(array, jax.devices()[0] if where is None else where)
+
+
+def take_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's parameters and buffers; the module becomes a meta skeleton.
+
+    A tied parameter has one name, so it is there once. Non-persistent buffers (inverse frequencies) are there too.
+    """
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    module.to("meta")
+    return tensors
 
 
 def take_params(module: nn.Module) -> Params:
-    """The module's parameters and buffers as JAX arrays that share their memory; the module becomes a meta skeleton.
-
-    A tied parameter has one name, so it crosses once. Non-persistent buffers (inverse frequencies) cross too.
-    """
-    params = {name: to_jax(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    module.to("meta")
-    return params
+    """`take_tensors` as JAX arrays that share the tensors' memory."""
+    return {name: to_jax(tensor) for name, tensor in take_tensors(module).items()}
 
 
 class _Method(nn.Module):

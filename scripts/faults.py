@@ -81,9 +81,9 @@ def _() -> None:
     """The block's slots stay part of the context."""
     right = propose.draft_attention
 
-    def attend(q: Any, k: Any, v: Any, pool: Any, tables: Any, draft_len: Any, causal: Any, window: Any) -> Any:
-        pool = bridge.attention.write_pages(pool, k, v, tables, draft_len, jnp.full_like(draft_len, q.shape[1]))
-        return right(q, k, v, pool, tables, draft_len + q.shape[1], causal, window)
+    def attend(q: Any, k: Any, v: Any, pool: Any, first: Any, tables: Any, draft_len: Any, *rules: Any) -> Any:
+        pool = bridge.attention.write_pages(pool, k, v, first, tables, draft_len, jnp.full_like(draft_len, q.shape[1]))
+        return right(q, k, v, pool, first, tables, draft_len + q.shape[1], *rules)
 
     propose.draft_attention = attend
 
@@ -160,7 +160,7 @@ def _() -> None:
 @fault("block causal")
 def _() -> None:
     right = propose.draft_attention
-    propose.draft_attention = lambda *given: right(*given[:-2], True, given[-1])
+    propose.draft_attention = lambda *given: right(*given[:-3], True, *given[-2:])
 
 
 @fault("hidden_norm skipped")
@@ -177,7 +177,7 @@ def _() -> None:
 @fault("padding visible")
 def _() -> None:
     """A mask that is added instead of hiding."""
-    bridge.attention.HIDDEN = 0.0
+    bridge.jnp_attention.HIDDEN = 0.0
 
 
 @fault("only the last prompt chunk as context")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bridge.attention import draft_attention, make_pool, paged_attention, write_pages
-from bridge.platform import from_storage, storage_dtype, to_storage
+from bridge.platform import CPU, from_storage, to_storage
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, PAGES_PER_ROW = 3, 4, 2, 8, 4, 5
 NUM_PAGES = 1 + ROWS * PAGES_PER_ROW
@@ -17,8 +17,8 @@ SHUFFLED = np.random.default_rng(7).permutation(np.arange(1, NUM_PAGES)).reshape
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 TOLERANCE = {jnp.float32: 2e-6, jnp.bfloat16: 1e-2}
 
-attend_pages = jax.jit(paged_attention)
-attend_draft = jax.jit(draft_attention, static_argnames=("causal", "window"))
+attend_pages = jax.jit(functools.partial(paged_attention, platform=CPU))
+attend_draft = jax.jit(functools.partial(draft_attention, platform=CPU), static_argnames=("causal", "window"))
 
 
 def random(seed: int, *shape: int, dtype: jnp.dtype = jnp.float32) -> np.ndarray:
@@ -28,9 +28,9 @@ def random(seed: int, *shape: int, dtype: jnp.dtype = jnp.float32) -> np.ndarray
 @jax.jit
 def filled_pool(keys: jax.Array, values: jax.Array, lengths: jax.Array, poison: jax.Array) -> jax.Array:
     """The first `lengths` K/V of every row in its pages, `poison` in every other slot."""
-    pool = make_pool(1, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, keys.dtype)
+    pool = make_pool(1, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, keys.dtype, CPU)
     pool = to_storage(jnp.full(pool.shape, poison), pool.dtype)
-    return write_pages(pool, keys, values, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
+    return write_pages(pool, keys, values, 0, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
 
 
 def dense(q: np.ndarray, key: np.ndarray, value: np.ndarray, visible: np.ndarray) -> np.ndarray:
@@ -66,7 +66,7 @@ class Paged:
 
     def attend(self, pool: jax.Array) -> tuple[np.ndarray, jax.Array]:
         lengths = (np.array(value, np.int32) for value in (self.start, self.num_new))
-        out, pool = attend_pages(self.q, *self.new, pool, SHUFFLED.astype(np.int32), *lengths)
+        out, pool = attend_pages(self.q, *self.new, pool, 0, SHUFFLED.astype(np.int32), *lengths)
         assert out.dtype == self.dtype
         return numpy(out), pool
 
@@ -124,7 +124,7 @@ def test_attention_writes_the_new_keys_and_nothing_else(dtype: jnp.dtype) -> Non
 
 def test_storage_keeps_every_bit_of_bf16() -> None:
     values = jnp.array(random(4, 64, dtype=jnp.bfloat16))
-    stored = to_storage(values, storage_dtype(jnp.bfloat16))
+    stored = to_storage(values, CPU.storage_dtype(jnp.bfloat16))
     assert stored.dtype == jnp.uint16  # on CPU
     assert (from_storage(stored) == values).all()
 
@@ -144,7 +144,7 @@ class Draft:
     def attend(self, causal: bool, window: int | None, poison: float = 0.0) -> np.ndarray:
         lengths, tables = np.array(self.draft_len, np.int32), SHUFFLED.astype(np.int32)
         pool = filled_pool(self.context_keys, self.context_values, lengths, np.float32(poison))
-        return numpy(attend_draft(self.q, self.key, self.value, pool, tables, lengths, causal=causal, window=window))
+        return numpy(attend_draft(self.q, self.key, self.value, pool, 0, tables, lengths, causal=causal, window=window))
 
     def expected(self, row: int, causal: bool, window: int | None) -> np.ndarray:
         length = self.draft_len[row]

@@ -108,7 +108,9 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
     tables, rows, one = engine.pages.table(), np.arange(4, dtype=np.int32), np.zeros(1, np.int32)
     options, first = row_options([NOTHING] * 4, 1, 1), row_options([NOTHING], 1, 1)
     state, prompts = engine.device.state, np.zeros((1, 32), np.int32)
-    decode = decode_program().lower(target, proposer, choose, 2, params, state, rows, tables, options, np.int32(2))
+    decode = decode_program(target.platform).lower(
+        target, proposer, choose, 2, params, state, rows, tables, options, np.int32(2)
+    )
     chunk = Chunk(np.zeros((1, 16), np.int32), one, one)
     prefill = prefill_program().lower(
         target, proposer, choose, params, state, one, tables[:1], first, prompts, one, chunk

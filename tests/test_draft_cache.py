@@ -7,7 +7,7 @@ import pytest
 
 from bridge.attention import make_pool
 from bridge.draft_cache import write_context
-from bridge.platform import from_storage
+from bridge.platform import CPU, from_storage
 
 LAYERS, HEADS, HEAD_DIM, WIDTH, PAGE_SIZE, NUM_PAGES = 2, 2, 2, 4, 4, 7
 TABLES = [[3, 6], [5, 1], [2, 4]]  # 8 positions a row
@@ -22,7 +22,7 @@ def coded(rows: int) -> jax.Array:
 
 @jax.jit
 def write(pool: jax.Array, tables: jax.Array, start: jax.Array, num_new: jax.Array) -> jax.Array:
-    return write_context(pool, coded(len(start)), -coded(len(start)), tables, start, num_new)
+    return write_context(pool, coded(len(start)), -coded(len(start)), tables, start, num_new, CPU)
 
 
 def written(pool: jax.Array, rows: list[int], start: list[int], num_new: list[int]) -> jax.Array:
@@ -40,7 +40,7 @@ def table(pool: jax.Array) -> np.ndarray:
 
 
 def empty(dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    return make_pool(LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, HEAD_DIM, dtype)
+    return make_pool(LAYERS, NUM_PAGES, PAGE_SIZE, HEADS, HEAD_DIM, dtype, CPU)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -99,7 +99,7 @@ def our_logits(pair: Pair, ids: list[int]) -> np.ndarray:
 
     def logits(params: Any, ids: Any) -> Any:
         block = config.block
-        pool = make_pool(config.num_layers, 3, 16, block.num_kv_heads, block.head_dim, pair.dtype)
+        pool = make_pool(config.num_layers, 3, 16, block.num_kv_heads, block.head_dim, pair.dtype, pair.target.platform)
         tables, zero = np.array([[2, 1]], np.int32), np.zeros(1, np.int32)
         hidden, _, _ = run_target(pair.target, params, ids, (), pool, tables, zero, zero + ids.shape[1])
         return pair.target.logits(params, hidden)

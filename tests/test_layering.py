@@ -10,12 +10,14 @@ ROOT = Path(__file__).parent.parent
 # Below -> above. A file may import from its own line and from earlier ones.
 LAYERS = (
     ("bridge.platform", "bridge.positions", "bridge.torchax_import", "bridge"),
+    ("bridge.jnp_attention", "bridge.tpu_attention"),
     ("bridge.pages", "bridge.context", "bridge.draft_cache", "bridge.attention", "bridge.views"),
     ("torch_dflash.errors", "torch_dflash.config", "torch_dflash.metrics"),
     ("torch_dflash.config_fields", "torch_dflash.config_block", "torch_dflash.config_rope", "torch_dflash.models"),
     ("torch_dflash.config_layouts", "torch_dflash.config_draft", "torch_dflash.config_reader"),
     ("torch_dflash.weights", "torch_dflash.tokenizer", "torch_dflash.default_model", "torch_dflash.hub"),
     ("torch_dflash.reference", "torch_dflash.state", "torch_dflash.sampling", "torch_dflash.accept"),
+    ("torch_dflash.stacked", "torch_dflash.sharding"),
     ("torch_dflash.verify", "torch_dflash.propose", "torch_dflash.pair", "torch_dflash.decode"),
     ("torch_dflash.options", "torch_dflash.requests", "torch_dflash.memory", "torch_dflash.pace"),
     ("torch_dflash.device", "torch_dflash.engine", "torch_dflash.invariants"),

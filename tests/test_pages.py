@@ -9,6 +9,7 @@ import pytest
 
 from bridge.attention import make_pool, write_pages
 from bridge.pages import NULL_PAGE, OutOfPagesError, PageAllocator
+from bridge.platform import CPU
 
 PAGE_SIZE, HEADS, HEAD_DIM = 4, 2, 3
 
@@ -148,8 +149,8 @@ def test_check_integrity_notices(damage: str) -> None:
 
 @jax.jit
 def written(tables: jax.Array, start: jax.Array, num_new: jax.Array, key: jax.Array) -> jax.Array:
-    pool = make_pool(1, 6, PAGE_SIZE, HEADS, HEAD_DIM, jnp.float32)
-    return write_pages(pool, key, -key, tables, start, num_new)
+    pool = make_pool(1, 6, PAGE_SIZE, HEADS, HEAD_DIM, jnp.float32, CPU)
+    return write_pages(pool, key, -key, 0, tables, start, num_new)
 
 
 def coded(rows: int, width: int) -> jax.Array:

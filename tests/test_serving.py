@@ -53,7 +53,7 @@ def test_an_open_engine_is_refused_or_planned_with_the_numbers(tiny: Loaded, cap
     capacity, proposer = Capacity.whole(3, 2, 16), tiny.pair.proposer("dflash", None)
     with caplog.at_level(logging.INFO, "torch_dflash"):
         device = Device(tiny.pair, [proposer], capacity, 1)
-    plan = plan_memory(tiny.pair.params, lambda: device.state)
+    plan = plan_memory(tiny.pair.params, device.state)
     assert caplog.messages == [check_fits(plan, capacity)]
     state = device.state
     assert plan.pages == state.pool.nbytes and plan.draft == state.draft.pool.nbytes + sum(

@@ -13,17 +13,26 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from bridge.attention import make_pool
-from bridge.platform import compiler_options
+from bridge.platform import Platform
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import Choose, RowOptions
-from torch_dflash.state import Capacity, Chunk, DecodeState, Round, put_rows, take_rows
+from torch_dflash.state import Capacity, Chunk, DecodeState, Round, place, put_rows, take_rows
 from torch_dflash.verify import TargetFunctions, run_target, verify, write_ids
 
 
 def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
-    """An empty state on the device. Placed there explicitly: an unplaced first state would compile every program
-    twice."""
+    """An empty state on the device, or on those of the mesh. Placed there explicitly: an unplaced first state
+    would compile every program twice."""
+    empty = functools.partial(empty_state, target, proposer, capacity, dtype)
+    if target.platform.mesh is None:
+        return jax.device_put(empty(), jax.devices()[0])
+    where = jax.tree.map(lambda part: part.sharding, state_shapes(target, proposer, capacity, dtype))
+    return jax.jit(empty, out_shardings=where)()  # no device holds more than its part, not even at first
+
+
+def empty_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
+    """Zeros, wherever JAX puts them."""
     block, rows = target.config.block, capacity.rows
     pool = make_pool(
         target.config.num_layers,
@@ -32,12 +41,17 @@ def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, 
         block.num_kv_heads,
         block.head_dim,
         dtype,
+        target.platform,
     )
     committed_len, anchor, budget = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # three arrays: each is donated
     history = jnp.zeros((rows, capacity.slots_per_row), jnp.int32)
-    draft = proposer.make_state(capacity, dtype)
-    state = DecodeState(pool, committed_len, anchor, budget, history, draft)
-    return jax.device_put(state, jax.devices()[0])
+    return DecodeState(pool, committed_len, anchor, budget, history, proposer.make_state(capacity, dtype))
+
+
+def state_shapes(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
+    """Shapes, dtypes and shardings of a state; nothing is allocated."""
+    shapes = jax.eval_shape(functools.partial(empty_state, target, proposer, capacity, dtype))
+    return place(shapes, target.platform)
 
 
 @jax.named_scope("prefill")
@@ -179,11 +193,11 @@ def prefill_program() -> Callable[..., tuple[DecodeState, Array, Array]]:
 
 
 @functools.cache
-def decode_program() -> Callable[..., tuple[DecodeState, Round, Array]]:
+def decode_program(platform: Platform) -> Callable[..., tuple[DecodeState, Round, Array]]:
     """`decode` compiled: once for each target, proposer, choice, max_steps and set of shapes. The state is donated."""
     return jax.jit(
         decode,
         static_argnames=("target", "proposer", "choose", "max_steps"),
         donate_argnames="state",
-        compiler_options=compiler_options(),
+        compiler_options=dict(platform.loop_options),
     )

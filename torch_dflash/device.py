@@ -10,7 +10,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from torch_dflash.decode import decode_program, make_state, prefill_program
+from torch_dflash.decode import decode_program, make_state, prefill_program, state_shapes
 from torch_dflash.memory import check_fits, plan_memory
 from torch_dflash.options import NOTHING, Choice, row_options
 from torch_dflash.pair import Pair, timed
@@ -43,29 +43,37 @@ class Device:
         self.max_steps = max_steps
         self.num_stop_ids = 1
         self.num_biased = 1
-        make = partial(make_state, pair.target, proposers[0], capacity, pair.dtype)
-        log.info("%s", check_fits(plan_memory(pair.params, make), capacity))
-        self.state = make()
+        assert capacity.groups == pair.target.platform.data, "each data-parallel device has a group of rows"
+        shapes = state_shapes(pair.target, proposers[0], capacity, pair.dtype)
+        log.info("%s", check_fits(plan_memory(pair.params, shapes), capacity))
+        self.state = make_state(pair.target, proposers[0], capacity, pair.dtype)
 
     def prefill(
         self, row: int, table: np.ndarray, choice: Choice, prompt: Sequence[int], start: int, chunk: Chunk
     ) -> tuple[jax.Array, jax.Array]:
         """Process a chunk of one row's prompt at positions start..; the row R stands for none. Does not wait. Returns
-        the token behind the chunk and its log-probability, both [1]."""
-        history = np.zeros((1, self.capacity.slots_per_row), np.int32)
+        the token behind the chunk and its log-probability, both [groups]: the row group's counts."""
+        groups, history = self.capacity.groups, np.zeros((1, self.capacity.slots_per_row), np.int32)
         history[0, : len(prompt)] = prompt
+        own = self.capacity.group_of(row)  # the other groups have nothing to do
+
+        def alone(value: np.ndarray, nothing: int = 0) -> np.ndarray:
+            every = np.full((groups, *value.shape[1:]), nothing, value.dtype)
+            every[own] = value[0]
+            return every
+
         self.state, token, logprob = prefill_program()(
             self.pair.target,
             self.proposers[0],
             self.choose,
             self.pair.params,
             self.state,
-            np.array([row], np.int32),
-            table,
-            self._options([choice]),
-            history,
-            np.array([start], np.int32),
-            chunk,
+            alone(np.array([row], np.int32), nothing=self.capacity.rows),
+            alone(table),
+            self._options([choice if group == own else NOTHING for group in range(groups)]),
+            alone(history),
+            alone(np.array([start], np.int32)),
+            jax.tree.map(alone, chunk),
         )
         return token, logprob
 
@@ -74,7 +82,7 @@ class Device:
     ) -> tuple[Round, int]:
         """Up to num_steps rounds of `rows`, a row R standing for none; waits for the result. Returns the rounds, fields
         [max_steps,r,...], and their count."""
-        self.state, rounds, count = decode_program()(
+        self.state, rounds, count = decode_program(self.pair.target.platform)(
             self.pair.target,
             proposer,
             self.choose,

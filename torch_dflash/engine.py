@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from bridge.pages import OutOfPagesError, PageAllocator
+from bridge.pages import GroupedPages, OutOfPagesError, PageAllocator
 from bridge.positions import chunks, power_of_two
 from torch_dflash.device import Device
 from torch_dflash.errors import InputError
@@ -18,7 +18,7 @@ from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
 from torch_dflash.requests import Request, Run
 from torch_dflash.sampling import choose_greedily
-from torch_dflash.state import Chunk, Round
+from torch_dflash.state import Capacity, Chunk, Round
 from torch_dflash.tokenizer import TextPieces
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
@@ -41,7 +41,7 @@ class Engine:
         self.pace = pace
         self.pair = device.pair
         self.capacity = capacity = device.capacity
-        self.pages = PageAllocator(capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
+        self.pages = make_pages(capacity)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Run] = deque()
         self.prefilled_last = False
@@ -164,33 +164,33 @@ class Engine:
         run.prefilled += length
         self.pages.remember(row, prompt[: run.prefilled])
         if last:
-            token, logprob = jax.device_get(first)
-            run.take(token.tolist(), logprob.tolist())
+            token, logprob = (value[self.capacity.group_of(row)] for value in jax.device_get(first))
+            run.take([int(token)], [float(logprob)])
         return width
 
     def _decode(self) -> list[Run]:
         """One dispatch of the decoding rows. Returns their runs."""
         active = {row: run for row, run in enumerate(self.rows) if run is not None and run.decoding}
         if active:
-            rounds, count = self._dispatch(active)
-            for column, run in enumerate(active.values()):
+            columns = self.capacity.columns([*active])
+            rounds, count = self._dispatch(
+                columns, [active[row].choice if row in active else NOTHING for row in columns]
+            )
+            for row, run in active.items():
+                column = columns.index(row)
                 for i in np.flatnonzero(rounds.active[:count, column]):
                     _take(run, rounds, int(i), column)
         return list(active.values())
 
-    def _dispatch(self, active: dict[int, Run]) -> tuple[Round, int]:
-        """Some rounds of the active rows, with as many drafts as pay."""
-        width = bucket(len(active), self.capacity.buckets)
-        padding = width - len(active)
-        rows = [*active, *[self.capacity.rows] * padding]
-        choices = [*(run.choice for run in active.values()), *[NOTHING] * padding]
-        proposer, num_steps = self.pace.choose(width, self.device.max_steps)
+    def _dispatch(self, rows: list[int], choices: list[Choice]) -> tuple[Round, int]:
+        """Some rounds of the rows, with as many drafts as pay."""
+        proposer, num_steps = self.pace.choose(len(rows), self.device.max_steps)
         self.device.wait()  # a chunk that is still under way would count as this dispatch's time
         begin = time.perf_counter()
         rounds, count = self.device.decode(rows, self.pages.table(rows), choices, proposer, num_steps)
         seconds = time.perf_counter() - begin
         accepted = rounds.num_accepted[:count][rounds.active[:count]].tolist()
-        self.pace.observe(Measured(width, proposer, count, seconds, accepted))
+        self.pace.observe(Measured(len(rows), proposer, count, seconds, accepted))
         self.dispatch_seconds += seconds
         return rounds, count
 
@@ -220,13 +220,14 @@ class Engine:
     def _warm_up(self, widths: set[int], most_rows: int) -> None:
         for width in sorted(widths):
             self.device.warm_up_prefill(width)
-        for rows in sorted({bucket(active, self.capacity.buckets) for active in range(1, most_rows + 1)}):
+        for rows in sorted({len(self.capacity.columns(range(active))) for active in range(1, most_rows + 1)}):
             self.device.warm_up_decode(rows)
 
 
-def bucket(active: int, buckets: tuple[int, ...]) -> int:
-    """Rows of a dispatch: the smallest number that holds the active ones.  Example: 3, (1, 4, 8) -> 4."""
-    return next(rows for rows in buckets if rows >= active)
+def make_pages(capacity: Capacity) -> PageAllocator | GroupedPages:
+    """The host's side of the K/V memory."""
+    shape = (capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
+    return PageAllocator(*shape) if capacity.groups == 1 else GroupedPages(*shape, capacity.groups)
 
 
 def positions_needed(request: Request, num_drafts: int, context_limit: int) -> int:

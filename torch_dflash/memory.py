@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,9 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes. weights: target and drafter. pages: the target's K/V. draft: the drafter's context K/V and features.
-    other: lengths and histories. available: what the device has in all. What a running program needs beside them
-    (activations, logits) is not counted."""
+    """Bytes on one device. weights: target and drafter. pages: the target's K/V. draft: the drafter's context K/V and
+    features. other: lengths and histories. available: what the device has in all. What a running program needs
+    beside them (activations, logits) is not counted."""
 
     weights: int
     pages: int
@@ -31,9 +30,8 @@ class MemoryPlan:
         return self.weights + self.pages + self.draft + self.other
 
 
-def plan_memory(params: Any, make_state: Callable[[], DecodeState]) -> MemoryPlan:
-    """Of a set-up whose state `make_state` would make; nothing is allocated."""
-    state = jax.eval_shape(make_state)
+def plan_memory(params: Any, state: DecodeState) -> MemoryPlan:
+    """Of parameters and a state, arrays or their shapes; nothing is allocated."""
     pages, draft, everything = _bytes(state.pool), _bytes(state.draft), _bytes(state)
     return MemoryPlan(_bytes(params), pages, draft, everything - pages - draft, device_memory())
 
@@ -58,4 +56,5 @@ def device_memory() -> int:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(part.shape) * part.dtype.itemsize for part in jax.tree.leaves(tree))
+    """On one device."""
+    return sum(math.prod(part.sharding.shard_shape(part.shape)) * part.dtype.itemsize for part in jax.tree.leaves(tree))

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import torch
+from jax import Array
 
-from bridge.views import Params, take_params
+from bridge.platform import Platform, own_platform
+from bridge.views import Params, take_tensors, to_jax
 from torch_dflash.config import ZLAB, DrafterConfig, Layout, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
 from torch_dflash.errors import InputError, checked_integer
@@ -20,6 +22,8 @@ from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
 from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
+from torch_dflash.sharding import axes_of, check_divides
+from torch_dflash.stacked import stack_layers
 from torch_dflash.tokenizer import load_tokenizer
 from torch_dflash.verify import TargetFunctions, lower_target
 from torch_dflash.weights import load_weights, tensor_names
@@ -120,12 +124,14 @@ def load_pair(
     dtype: str = "float32",
     *,
     block_size: int | None = None,
+    platform: Platform | None = None,
 ) -> Pair:
     """Load and lower a target and a drafter: folders, Hugging Face hub ids, or "default" for the shipped pair.
 
     `draft=None` loads the target alone. `dtype` is "float32" or "bfloat16". `block_size` runs the drafter with a
-    smaller block than it was trained for (anchor included); larger ones are refused. Raises InputError for anything
-    that does not fit.
+    smaller block than it was trained for (anchor included); larger ones are refused. `platform`: what it runs on,
+    `own_platform()` by default; see `platform_over` for several devices. Raises InputError for anything that does not
+    fit.
     """
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown: use float32 or bfloat16")
@@ -135,6 +141,8 @@ def load_pair(
     draft_folder = None if draft is None else resolve_draft(str(draft))
     # All of the drafter's config is checked before any weight is read.
     config = None if draft_folder is None else _draft_config(draft_folder, target_folder, block_size)
+    platform = own_platform() if platform is None else platform
+    check_divides(read_target_config(target_folder), config, platform.model)
     with timed(f"load target {target}, {dtype}"):
         target_config, module = load_target(target_folder, DTYPES[dtype])
     drafter, params = None, dict[str, Params]()
@@ -142,10 +150,24 @@ def load_pair(
         with timed(f"load drafter {draft}, {dtype}"):
             _, draft_module = load_drafter(draft_folder, DTYPES[dtype])
             share_embedding(draft_module, module)
-            drafter, params["drafter"] = lower_drafter(draft_module, config), take_params(draft_module)
-    functions, params["target"] = lower_target(module, target_config), take_params(module)
+            drafter, params["drafter"] = (
+                lower_drafter(draft_module, config),
+                _placed(take_tensors(draft_module), platform),
+            )
+    functions, tensors = lower_target(module, target_config, platform), take_tensors(module)
+    params["target"] = _placed(stack_layers(tensors) if platform.stacked else tensors, platform)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
+
+
+def _placed(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
+    """The tensors on the devices, each its part. `tensors` is emptied on the way."""
+    names = list(tensors)
+    return {name: _place(name, tensors.pop(name), platform) for name in names}
+
+
+def _place(name: str, tensor: torch.Tensor, platform: Platform) -> Array:
+    return to_jax(tensor, platform.sharding(*axes_of(name, tensor.ndim)))
 
 
 def _draft_config(folder: Path, target_folder: Path, block_size: int | None) -> DrafterConfig:

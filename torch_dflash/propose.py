@@ -136,6 +136,7 @@ class DFlash:
             block.num_kv_heads,
             block.head_dim,
             dtype,
+            self.target.platform,
         )
         context = make_context(rows, self.config.block_size, len(self.taps) * block.hidden_size, dtype)
         return DraftState(pool, context, jnp.zeros(rows, jnp.int32))
@@ -144,7 +145,7 @@ class DFlash:
         self, params: AllParams, draft: DraftState, tables: Array, features: Array, start: Array, num_new: Array
     ) -> DraftState:
         keys, values = self.drafter.absorb(params["drafter"], features, block_positions(start, features.shape[1]))
-        pool = write_context(draft.pool, keys, values, tables, start, num_new)
+        pool = write_context(draft.pool, keys, values, tables, start, num_new, self.target.platform)
         return replace(draft, pool=pool, draft_len=start + num_new)
 
     def resume(self, params: AllParams, state: DecodeState, tables: Array) -> DraftState:
@@ -190,11 +191,13 @@ class DFlash:
         return target_ids(params["drafter"], greedy(logits(params["drafter"], hidden)))
 
     def _attend(self, draft: DraftState, tables: Array) -> Callable[..., Any]:
-        pages_per_layer = draft.pool.shape[0] // len(self.config.layers)
+        platform = self.target.platform
+        pages_per_layer = draft.pool.shape[0] // (platform.data * len(self.config.layers))
 
         def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
-            sees, table = self.config.layers[layer], tables + layer * pages_per_layer
-            return draft_attention(q, k, v, draft.pool, table, draft.draft_len, sees.causal, sees.window), None
+            sees, first, lengths = self.config.layers[layer], layer * pages_per_layer, draft.draft_len
+            out = draft_attention(q, k, v, draft.pool, first, tables, lengths, sees.causal, sees.window, platform)
+            return out, None
 
         return attend
 

@@ -100,9 +100,12 @@ def open_engine(
     """
     pace = make_pace(pair, method, num_drafts)
     limit = pair.target.config.context_limit
+    groups = pair.target.platform.data
     rows, size = checked_integer(rows, "rows", 1), checked_integer(page_size, "page_size", 1)
     length = limit if context is None else checked_integer(context, "context", 2, limit, "the target's limit")
-    whole = Capacity.whole(rows, pages_for(min(length + pace.proposers[0].num_drafts, limit), size), size)
+    whole = Capacity.whole(
+        rows, pages_for(min(length + pace.proposers[0].num_drafts, limit), size), size, groups=groups
+    )
     if num_pages is not None:
         # One request at its longest must fit, or it would wait for ever. NULL comes on top.
         why = f"{length} positions of context need {whole.pages_per_row} and the NULL page"
@@ -126,5 +129,5 @@ def engine_for(pair: Pair, pace: Pace, requests: list[Request], most_rows: int, 
     steps = min(steps, power_of_two(max(r.max_new_tokens for r in requests)))
     greedy = all(request.sampling.is_greedy for request in requests)
     # Few buckets: such an engine lives as long as its batch, and each is a program to compile.
-    capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by=8)
+    capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by=8, groups=pair.target.platform.data)
     return Engine(Device(pair, pace.proposers, capacity, steps, choose_greedily if greedy else choose), pace)

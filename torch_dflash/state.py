@@ -4,13 +4,16 @@ Letters: R rows, r rows of one dispatch, L target layers, P pages of one layer, 
 positions of a row, K key/value heads, d head_dim, B block_size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax import Array
+from jax.sharding import PartitionSpec as Spec
 
 from bridge.context import ContextBuffer
+from bridge.platform import POOL, ROWS, Platform
 
 
 @jax.tree_util.register_dataclass
@@ -47,6 +50,19 @@ class DecodeState:
     budget: Array  # int32[R]
     history: Array  # int32[R,N]
     draft: DraftState | None
+
+
+def place(shapes: DecodeState, platform: Platform) -> DecodeState:
+    """A state of shapes, with where each array lives: pools by heads and rows' pages, everything else by rows."""
+
+    def at(shape: Any, axes: Spec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=platform.sharding(*axes))
+
+    placed = jax.tree.map(lambda shape: at(shape, ROWS), shapes)
+    placed = replace(placed, pool=at(shapes.pool, POOL))
+    if shapes.draft is None:
+        return placed
+    return replace(placed, draft=replace(placed.draft, pool=at(shapes.draft.pool, POOL)))
 
 
 def take_rows(state: DecodeState, rows: Array) -> DecodeState:
@@ -104,8 +120,8 @@ class Capacity:
     """The shapes of the decoding memory.
 
     rows: requests at a time. pages_per_row: pages that one row may hold. page_size: positions that a page holds.
-    num_pages: pages of one layer, the NULL page included, that all rows share; fewer than `whole` makes requests wait.
-    finer_by: see `buckets`.
+    num_pages: pages of one layer, the NULL page included, that all rows of a group share; fewer than `whole` makes
+    requests wait. finer_by: see `buckets`. groups: of rows, as many as there are data-parallel devices.
     """
 
     rows: int
@@ -113,18 +129,33 @@ class Capacity:
     page_size: int
     num_pages: int
     finer_by: int = 2
+    groups: int = 1
 
     @classmethod
-    def whole(cls, rows: int, pages_per_row: int, page_size: int, finer_by: int = 2) -> "Capacity":
-        """Pages enough for every row at its longest."""
-        return cls(rows, pages_per_row, page_size, 1 + rows * pages_per_row, finer_by)
+    def whole(cls, rows: int, pages_per_row: int, page_size: int, finer_by: int = 2, groups: int = 1) -> "Capacity":
+        """Pages enough for every row at its longest; rows is rounded up to a multiple of groups."""
+        size = -(-rows // groups)
+        return cls(groups * size, pages_per_row, page_size, 1 + size * pages_per_row, finer_by, groups)
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Numbers of rows that a dispatch may have: the powers of `finer_by` below `rows`, and `rows`. More of them
-        mean less padding when few rows are active, and each is a program to compile.  Example: 6 -> (1, 2, 4, 6)."""
-        powers = (self.finer_by**n for n in range(self.rows.bit_length()))
+        """Numbers of rows that a dispatch may have: the powers of `finer_by` below `rows`, and `rows`, each group's
+        number the same. More of them mean less padding when few rows are active, and each is a program to compile.
+        Example: 6 -> (1, 2, 4, 6); 6 in two groups -> (2, 4, 6)."""
+        powers = (self.groups * self.finer_by**n for n in range(self.rows.bit_length()))
         return (*(power for power in powers if power < self.rows), self.rows)
+
+    def group_of(self, row: int) -> int:
+        """Of the row R, which stands for none, the last."""
+        return min(row * self.groups // self.rows, self.groups - 1)
+
+    def columns(self, active: Sequence[int]) -> list[int]:
+        """The rows of a dispatch for these active ones: a group's side by side, filled up to a bucket with R, which
+        stands for none.  Example: rows 0, 3, 5 of 6 -> [0, 3, 5, 6]; in two groups -> [0, 6, 3, 5]."""
+        members = [[row for row in active if self.group_of(row) == group] for group in range(self.groups)]
+        least = self.groups * max(len(rows) for rows in members)
+        width = next(rows for rows in self.buckets if rows >= least) // self.groups
+        return [row for rows in members for row in (*rows, *[self.rows] * (width - len(rows)))]
 
     @property
     def slots_per_row(self) -> int:

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from bridge.attention import paged_attention
+from bridge.platform import Platform
 from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import TargetConfig
 from torch_dflash.models.target import Target
 from torch_dflash.sampling import Choose, RowOptions
+from torch_dflash.stacked import lower_stacked
 from torch_dflash.state import DecodeState
 
 
@@ -26,6 +28,7 @@ class TargetFunctions:
     """The target's methods as pure JAX functions f(params, ...)."""
 
     config: TargetConfig
+    platform: Platform
     forward: Callable[..., Any]
     embed: Callable[..., Array]
     logits: Callable[..., Array]
@@ -41,9 +44,11 @@ class Verified:
     features: Array  # [R,K+1,F*D]
 
 
-def lower_target(module: Target, config: TargetConfig) -> TargetFunctions:
-    """Lower a target module; its parameters are arguments of the results."""
-    return TargetFunctions(config, lower(module), lower(module, "embed"), lower(module, "logits"))
+def lower_target(module: Target, config: TargetConfig, platform: Platform) -> TargetFunctions:
+    """Lower a target module; its parameters (stacked, if the platform wants them so) are arguments of the results."""
+    if platform.stacked:
+        return TargetFunctions(config, platform, *lower_stacked(module, platform))
+    return TargetFunctions(config, platform, lower(module), lower(module, "embed"), lower(module, "logits"))
 
 
 def run_target(
@@ -60,12 +65,16 @@ def run_target(
 
     Returns normed hidden states [R,T,D], features [R,T,F*D] and the pool with the new K/V written.
     """
-    pages_per_layer = pool.shape[0] // target.config.num_layers
+    platform, (rows, width) = target.platform, ids.shape
+    pages_per_layer = pool.shape[0] // (platform.data * target.config.num_layers)
 
     def attend(layer: Any, q: Array, k: Array, v: Array, pool: Array) -> tuple[Array, Array]:
-        return paged_attention(q, k, v, pool, tables + layer * pages_per_layer, start, num_new)
+        return paged_attention(q, k, v, pool, layer * pages_per_layer, tables, start, num_new, platform)
 
-    return target.forward(params, ids, block_positions(start, ids.shape[1]), taps, attend, pool)
+    fast = max(width, -(-platform.fast_tokens * platform.data // rows))
+    ids = jnp.pad(ids, ((0, 0), (0, fast - width)))
+    hidden, features, pool = target.forward(params, ids, block_positions(start, fast), taps, attend, pool)
+    return hidden[:, :width], platform.by_rows(features[:, :width]), pool
 
 
 @jax.named_scope("verify")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_dflash.config import TargetConfig
-from torch_dflash.models.layers import Attend, DecoderLayer, RMSNorm
+from torch_dflash.models.layers import Attend, DecoderLayer, RMSNorm, RotaryAngles
 from torch_dflash.models.rope import Rotary
 
 
@@ -36,6 +36,14 @@ class Target(nn.Module):
         """Normed hidden states [..., D] -> [..., V], through the embedding when the head is tied."""
         return F.linear(hidden, self.embed_tokens.weight if self.tied else self.lm_head.weight)
 
+    def angles(self, positions: Tensor) -> RotaryAngles:
+        """int32 positions [R,T] -> what rotates queries and keys."""
+        return self.rotary(positions)
+
+    def last_norm(self, hidden: Tensor) -> Tensor:
+        """Output of the last layer [R,T,D] -> normed hidden states [R,T,D]"""
+        return self.norm(hidden)
+
     def forward(
         self, ids: Tensor, positions: Tensor, taps: tuple[int, ...], attend: Attend, cache: Any
     ) -> tuple[Tensor, Tensor, Any]:
@@ -45,13 +53,13 @@ class Target(nn.Module):
         the cache that attention handed on. The last layer's output is tapped after the final norm, as in HF's
         hidden_states.
         """
-        rotary = self.rotary(positions)
+        rotary = self.angles(positions)
         hidden = self.embed(ids)
         tapped: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             hidden, cache = layer(hidden, rotary, index, attend, cache)
             tapped[index] = hidden
-        hidden = self.norm(hidden)
+        hidden = self.last_norm(hidden)
         tapped[len(self.layers) - 1] = hidden
         features = torch.cat([tapped[tap] for tap in taps], dim=-1) if taps else hidden[..., :0]
         return hidden, features, cache

@@ -17,8 +17,7 @@ import numpy as np
 from jax import Array, lax
 from tqdm import tqdm
 
-from bridge.attention import HIDDEN
-from bridge.platform import compiler_options
+from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
 from bridge.views import Params
 from torch_dflash.train.features import causal_attention
@@ -126,7 +125,7 @@ def bulk_program(target: TargetFunctions, plan: BulkPlan, stop_ids: tuple[int, .
         carry = lax.while_loop(unfinished, one, (jnp.int32(1), first, answers, done, written, cache))
         return carry[2], carry[4]
 
-    return jax.jit(program, compiler_options=compiler_options())
+    return jax.jit(program, compiler_options=dict(target.platform.loop_options))
 
 
 def bulk_answers(

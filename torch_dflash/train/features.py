@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 from tqdm import tqdm
 
-from bridge.attention import HIDDEN
+from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
 from bridge.views import Params
 from torch_dflash.errors import InputError

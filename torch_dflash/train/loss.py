@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridge.attention import HIDDEN
+from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
 from bridge.views import Params, take_rows
 from torch_dflash import propose

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
+from bridge.platform import own_platform
 from bridge.views import Params, take_params
 from torch_dflash.config import DrafterConfig
 from torch_dflash.errors import InputError
@@ -38,7 +39,8 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
     """
     mesh = make_mesh(recipe)
     folder.mkdir(parents=True, exist_ok=True)
-    pair = load_pair(target, None, recipe.training.compute)
+    platform = replace(own_platform(), stacked=False)  # bulk answers keep a cache for each layer
+    pair = load_pair(target, None, recipe.training.compute, platform=platform)
     held_out = make_held_out(pair, recipe.held_out)
     data = prepare(make_answers(pair, groups, recipe, folder), recipe.batches.max_tokens)
     if len(data.lengths) < recipe.batches.rows:

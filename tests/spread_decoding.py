@@ -1,0 +1,47 @@
+"""Run by test_spread.py with four fake devices: the same requests on meshes of one, two and four devices.
+
+Prints JSON lines: the mesh, what the requests came to, and on how many devices weights and pages lay.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from helpers import prompt_of
+
+from bridge.platform import CPU, with_mesh
+from torch_dflash import Sampling, load_pair, make_request
+from torch_dflash.service import engine_for, make_pace
+
+PAGED = replace(CPU, stacked=True, lanes=128, fast_tokens=8, narrowest=32)  # as on TPU, but for the kernels
+MESHES = ((1, 1), (1, 2), (2, 1), (2, 2))
+
+
+def main(folder: Path) -> None:
+    for data, model in MESHES:
+        platform = CPU if data * model == 1 else with_mesh(PAGED, jax.devices(), data, model)
+        pair = load_pair(folder / "target", folder / "draft", platform=platform)
+        for method in ("dflash", "plain") if data == model else ("dflash",):
+            lengths, drawn = (70, 20, 70, 30, 25), Sampling(temperature=0.7 if method == "dflash" else 0.0, seed=3)
+            requests = [
+                make_request(pair, prompt_of(length), 16, stop_ids=(), sampling=drawn if i == 3 else Sampling())
+                for i, length in enumerate(lengths)
+            ]
+            engine = engine_for(pair, make_pace(pair, method, None), requests, 4, 4)
+            runs = [engine.submit(request) for request in requests]
+            while not engine.idle:
+                engine.step()
+                engine.pages.check_integrity()
+            texts = [[run.token_ids, [entry.proposed for entry in run.trace]] for run in runs]
+            held = {
+                name: len({str(s.index) for s in array.addressable_shards})
+                for name, array in pair.params["target"].items()
+            }
+            pool = len({str(shard.index) for shard in engine.device.state.pool.addressable_shards})
+            shown = {"data": data, "model": model, "method": method, "texts": texts, "weights": held, "pool": pool}
+            print(json.dumps(shown))
+
+
+main(Path(sys.argv[1]))

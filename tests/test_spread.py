@@ -1,0 +1,81 @@
+"""Several devices: the same tokens and proposals on every mesh. Fake CPU devices, in a process of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import Loaded
+
+from torch_dflash.config_reader import read_drafter_config, read_target_config
+from torch_dflash.errors import InputError
+from torch_dflash.sharding import axes_of, check_divides, platform_over
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny: Loaded) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """What tests/spread_decoding.py found, by data, model and method."""
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    script = Path(__file__).parent / "spread_decoding.py"
+    done = subprocess.run([sys.executable, script, tiny.folder], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(entry["data"], entry["model"], entry["method"]): entry for entry in found}
+
+
+@pytest.mark.parametrize(("method", "meshes"), [("dflash", 4), ("plain", 2)])
+def test_tokens_and_proposals_are_the_same_on_every_mesh(outcomes: dict, method: str, meshes: int) -> None:
+    alone = outcomes[1, 1, method]["texts"]
+    assert all(len(tokens) == 16 for tokens, _ in alone)
+    others = [entry["texts"] for (_, _, used), entry in outcomes.items() if used == method]
+    assert len(others) == meshes
+    assert all(texts == alone for texts in others)
+
+
+def test_weights_lie_by_head_width_and_vocabulary_and_pages_by_rows_and_heads(outcomes: dict) -> None:
+    held, pool = outcomes[2, 2, "dflash"]["weights"], outcomes[2, 2, "dflash"]["pool"]
+    assert held["layers.self_attn.q_proj.weight"] == held["layers.mlp.down_proj.weight"] == 2
+    assert held["embed_tokens.weight"] == held["lm_head.weight"] == 2
+    assert held["norm.weight"] == held["layers.input_layernorm.weight"] == 1
+    assert pool == 4
+    assert outcomes[1, 2, "dflash"]["pool"] == outcomes[2, 1, "dflash"]["pool"] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_axes", "axes"),
+    [
+        ("layers.0.mlp.up_proj.weight", 2, ("model", None)),
+        ("layers.mlp.up_proj.weight", 3, (None, "model", None)),
+        ("layers.self_attn.o_proj.weight", 3, (None, None, "model")),
+        ("layers.self_attn.o_proj.bias", 2, (None, None)),
+        ("layers.self_attn.k_proj.bias", 2, (None, "model")),
+        ("layers.self_attn.k_norm.weight", 2, (None, None)),
+        ("fc.weight", 2, (None, "model")),
+        ("embed_tokens.weight", 2, ("model", None)),
+        ("rotary.inv_freq", 1, (None,)),
+        ("d2t", 1, (None,)),
+    ],
+)
+def test_axes(name: str, num_axes: int, axes: tuple) -> None:
+    assert axes_of(name, num_axes) == axes
+
+
+def test_what_does_not_divide_is_refused_by_name(tiny: Loaded) -> None:
+    target, draft = read_target_config(tiny.folder / "target"), read_drafter_config(tiny.folder / "draft")
+    check_divides(target, draft, 2)
+    with pytest.raises(
+        InputError, match="tp is 4, which does not divide the target's num_key_value_heads 2: use 2 or 1"
+    ):
+        check_divides(target, draft, 4)
+    with pytest.raises(InputError, match="tp is 3, which does not divide the target's num_key_value_heads 2: use"):
+        check_divides(target, None, 3)
+
+
+def test_more_devices_than_there_are_and_none_are_refused() -> None:
+    with pytest.raises(InputError, match="tp 8 times dp 2 needs 16 devices, and JAX has 1: lower tp or dp"):
+        platform_over(8, 2)
+    with pytest.raises(InputError, match="dp is 0: use an integer >= 1"):
+        platform_over(1, 0)
