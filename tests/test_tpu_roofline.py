@@ -73,10 +73,13 @@ def test_a_tied_embedding_is_one_matrix() -> None:
     assert parts.bytes == 2 * (3 * LAYER + 88)
 
 
-def test_kv_heads_are_padded_to_whole_lanes() -> None:
+def test_kv_heads_are_padded_as_tpus_want_them() -> None:
     assert kv_bytes(BLOCK, 3) == 3 * POSITION
     assert kv_bytes(replace(BLOCK, head_dim=64), 3) == 3 * POSITION
     assert kv_bytes(replace(BLOCK, head_dim=192), 3) == 6 * POSITION
+    three = replace(BLOCK, num_heads=6, num_kv_heads=3)
+    assert kv_bytes(three, 3) == 2 * 3 * POSITION  # 4 heads on one chip
+    assert kv_bytes(three, 3, tp=3) == 3 * 3 * POSITION // 2  # one on each of three
 
 
 def test_a_plain_step_by_hand() -> None:

@@ -1,1 +1,1 @@
-"""What can be said about a TPU without one: memory, rooflines, and the facts of compiled programs. Model estimates."""
+"""The TPU without a TPU: what programs would cost on a chip, and what its compiler makes of them."""

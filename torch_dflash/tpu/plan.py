@@ -5,8 +5,9 @@ import math
 from dataclasses import dataclass
 
 from bridge.positions import pages_for, power_of_two
-from torch_dflash.config import BlockConfig, DrafterConfig, TargetConfig
+from torch_dflash.config import DrafterConfig, TargetConfig
 from torch_dflash.errors import InputError, checked_integer
+from torch_dflash.sharding import check_divides
 from torch_dflash.tpu.chips import GIGA, Chip
 from torch_dflash.tpu.roofline import drafter_parameters, feature_bytes, kv_bytes, target_parameters
 
@@ -54,8 +55,8 @@ class MemoryPlan:
 
 
 def check_setup(setup: Setup) -> None:
-    """Raises InputError for numbers out of range and for a tp that does not divide, naming what it does not divide.
-    Whether it fits in memory: `plan_memory`."""
+    """Raises InputError for numbers out of range and for a tp that does not divide the models' sizes. Whether it fits
+    in memory: `plan_memory`."""
     checked_integer(setup.rows, "rows", 1, MOST_ROWS)
     limit = setup.target.context_limit
     checked_integer(setup.context, "context", 1, limit, "the target's limit")
@@ -64,8 +65,7 @@ def check_setup(setup: Setup) -> None:
     size = setup.drafter.block_size
     if not 1 <= setup.tau <= size:
         raise InputError(f"tau is {setup.tau:g}: use a number in 1..{size} (a step keeps at most a block of {size})")
-    _check_divides(setup.tp, _sizes("target", setup.target.block, setup.target.vocab_size))
-    _check_divides(setup.tp, _sizes("drafter", setup.drafter.block, setup.drafter.draft_vocab_size))
+    check_divides(setup.target, setup.drafter, setup.tp)
 
 
 def plan_memory(setup: Setup) -> MemoryPlan:
@@ -74,8 +74,8 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     positions = min(setup.context + setup.drafter.block_size - 1, setup.target.context_limit)
     row_positions = pages_for(positions, PAGE_SIZE) * PAGE_SIZE
     slots = setup.rows * row_positions + PAGE_SIZE
-    position = kv_bytes(setup.target.block, setup.target.num_layers) / setup.tp
-    draft_position = kv_bytes(setup.drafter.block, len(setup.drafter.layers)) / setup.tp
+    position = kv_bytes(setup.target.block, setup.target.num_layers, setup.tp) / setup.tp
+    draft_position = kv_bytes(setup.drafter.block, len(setup.drafter.layers), setup.tp) / setup.tp
     features = power_of_two(setup.drafter.block_size) * feature_bytes(setup.drafter)
     plan = MemoryPlan(
         target=target_parameters(setup.target).bytes / setup.tp,
@@ -99,19 +99,3 @@ def _does_not_fit(setup: Setup, plan: MemoryPlan) -> str:
     over = f"{-plan.left / GIGA:.2f} GB more than the {plan.hbm / GIGA:.2f} GB of a {setup.chip.name}"
     remedy = "raise tp or take a smaller model" if weights > plan.hbm else "lower context or rows, or raise tp"
     return f"{shape} need {need} ({parts}): {over}; {remedy}"
-
-
-def _sizes(role: str, block: BlockConfig, vocab_size: int | None) -> list[tuple[str, int]]:
-    sizes = [
-        ("num_attention_heads", block.num_heads),
-        ("num_key_value_heads", block.num_kv_heads),
-        ("intermediate_size", block.intermediate_size),
-        ("vocabulary", vocab_size or 0),  # 0: none of its own, and any tp divides it
-    ]
-    return [(f"{role}'s {name}", size) for name, size in sizes]
-
-
-def _check_divides(tp: int, sizes: list[tuple[str, int]]) -> None:
-    wrong = [f"the {name} ({size})" for name, size in sizes if size % tp]
-    if wrong:
-        raise InputError(f"tp is {tp}: it does not divide {', '.join(wrong)}; use another tp")

@@ -41,17 +41,21 @@ def _asked(report: Report) -> Iterator[str]:
     chip, draft = setup.chip, setup.drafter
     speed = f"{chip.flops_per_second / 1e12:.0f} TFLOP/s in bfloat16, {chip.hbm_bytes_per_second / GIGA:.0f} GB/s"
     yield from _labelled("chip", f"{setup.tp} x TPU {chip.name}: {speed}, {chip.hbm_bytes / GIGA:.1f} GB of HBM each")
-    tied = "tied" if setup.target.tie_word_embeddings else "untied"
-    shape = (
-        f"{setup.target.num_layers} layers, {_block(setup.target.block)}, vocabulary {setup.target.vocab_size} {tied}"
-    )
-    billions = target_parameters(setup.target).total / GIGA
-    yield from _labelled("target", f"{target}: {setup.target.architecture}, {shape}, {billions:.3f} B parameters")
+    config = setup.target
+    vocabulary = f"vocabulary {config.vocab_size} {'tied' if config.tie_word_embeddings else 'untied'}"
+    shape = f"{config.architecture}, {config.num_layers} layers, {_block(config.block)}, {vocabulary}"
+    parameters = _count(target_parameters(config).total)
+    yield from _labelled("target", f"{target}: {shape}, {parameters} parameters")
     taps = ", ".join(map(str, draft.target_layer_ids))
     shape = f"{len(draft.layers)} layers, {_block(draft.block)}, block {draft.block_size}, taps {taps}"
-    billions = drafter_parameters(draft).total / GIGA
-    yield from _labelled("drafter", f"{drafter}: {shape}, {billions:.3f} B parameters of its own")
+    parameters = _count(drafter_parameters(draft).total)
+    yield from _labelled("drafter", f"{drafter}: {shape}, {parameters} parameters of its own")
     yield from _labelled("asked", f"rows {setup.rows}, context {setup.context}, tp {setup.tp}, tau {setup.tau:g}")
+
+
+def _count(number: int) -> str:
+    """In words for people.  Examples: 4022468096 -> 4.022 B; 11948928 -> 11.9 M."""
+    return f"{number / GIGA:.3f} B" if number >= 1e8 else f"{number / 1e6:.1f} M"
 
 
 def _block(block: BlockConfig) -> str:

@@ -8,11 +8,11 @@ size, L layers, K key/value heads, d head_dim.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from bridge.platform import TPU
 from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
 from torch_dflash.tpu.chips import Chip
 
 BYTES = 2  # of a bfloat16
-LANES = 128  # a head takes a whole number of these in K/V pages on TPU
 K_FLAT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -106,10 +106,11 @@ def drafter_parameters(config: DrafterConfig) -> Parameters:
     return Parameters(len(config.layers) * block_parameters(config.block), 0, head, rest)
 
 
-def kv_bytes(block: BlockConfig, layers: int) -> int:
-    """Bytes of one position in the K/V pages of `layers` layers. Heads are padded to whole lanes."""
-    padded = -(-block.head_dim // LANES) * LANES
-    return layers * 2 * block.num_kv_heads * padded * BYTES
+def kv_bytes(block: BlockConfig, layers: int, tp: int = 1) -> int:
+    """Bytes of one position in the K/V pages of `layers` layers, on all tp chips together. Each chip's heads are padded
+    as TPUs want them."""
+    heads = tp * TPU.stored_heads(block.num_kv_heads // tp)
+    return layers * 2 * heads * TPU.stored_dim(block.head_dim) * BYTES
 
 
 def feature_bytes(config: DrafterConfig) -> int:
