@@ -18,7 +18,7 @@ from bridge.positions import doublings, pages_for, power_of_two
 
 NO_LOOP_MOTION = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
 TILE = 8  # heads: TPU memory is in tiles of 8 x 128
-ROWS, HEADS = Spec("data"), Spec("data", None, "model")  # [R,...]; [R,T,heads,d]
+ROWS, HEADS = Spec("data"), Spec("data", None, "model")  # [R,...]; [R,T,heads,d] or [R,T,width]
 POOL = HEADS  # [pages, S, 2*K, d]
 EVERYWHERE = Spec()
 

@@ -182,10 +182,9 @@ def test_memory_of_a_row_by_hand() -> None:
         plan_memory(replace(full, rows=full.rows + 1))
 
 
-def test_chips_share_everything_but_the_features() -> None:
+def test_chips_share_everything() -> None:
     one, four = plan_memory(SETUP), plan_memory(replace(SETUP, tp=4))
-    assert four.total - four.features == pytest.approx((one.total - one.features) / 4)
-    assert four.features == one.features
+    assert four.total == pytest.approx(one.total / 4)
 
 
 def test_the_last_block_is_cut_at_the_targets_limit() -> None:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as Spec
 
 from bridge.context import ContextBuffer
-from bridge.platform import POOL, ROWS, Platform
+from bridge.platform import HEADS, POOL, ROWS, Platform
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,8 @@ class DecodeState:
 
 
 def place(shapes: DecodeState, platform: Platform) -> DecodeState:
-    """A state of shapes, with where each array lives: pools by heads and rows' pages, everything else by rows."""
+    """A state of shapes, with where each array lives: pools by heads and rows' pages, everything else by rows, features
+    also by their width, as the drafter's fc takes them."""
 
     def at(shape: Any, axes: Spec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=platform.sharding(*axes))
@@ -62,7 +63,8 @@ def place(shapes: DecodeState, platform: Platform) -> DecodeState:
     placed = replace(placed, pool=at(shapes.pool, POOL))
     if shapes.draft is None:
         return placed
-    return replace(placed, draft=replace(placed.draft, pool=at(shapes.draft.pool, POOL)))
+    context = replace(placed.draft.context, features=at(shapes.draft.context.features, HEADS))
+    return replace(placed, draft=replace(placed.draft, pool=at(shapes.draft.pool, POOL), context=context))
 
 
 def take_rows(state: DecodeState, rows: Array) -> DecodeState:

@@ -77,7 +77,8 @@ def test_a_pool_that_is_read_after_it_was_written_over_is_found(
 
     def attend(q: Any, k: Any, v: Any, pool: Any, *rest: Any) -> Any:
         out, new = right(q, k, v, pool, *rest)
-        return out + pool[0, 0, 0, 0] + new[0, 0, 0, 0], new
+        late = (out[0, 0, 0, 0] > 1e30).astype(jnp.int32)  # known only when all is written and read
+        return out + pool[late, 0, 0, 0], new
 
     monkeypatch.setattr(torch_dflash.verify, "paged_attention", attend)
     refused("a pool is copied", platform=platform)
@@ -122,5 +123,5 @@ def test_every_topology_has_its_chips(chip: Any) -> None:
 
 
 def test_what_does_not_divide_is_refused_before_it_is_compiled() -> None:
-    with pytest.raises(InputError, match="tp is 4, which does not divide the target's num_key_value_heads 3: use 1"):
+    with pytest.raises(InputError, match=r"tp is 4, .* the target's num_key_value_heads 3: use 3 or 1"):
         compiled(replace(SMALL, tp=4))

@@ -3,7 +3,7 @@
 Letters: R rows, T tokens of a prompt chunk, N steps of a dispatch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -64,15 +64,17 @@ def _shapes(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
 @dataclass(frozen=True)
 class Workload:
     """What a program is compiled for. rows: R, of all devices. context: positions that a row may fill. groups:
-    data-parallel devices."""
+    data-parallel devices. pages: of one layer and group; None: just enough for all rows."""
 
     rows: int
     context: int
     groups: int = 1
+    pages: int | None = None
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity.whole(self.rows, pages_for(self.context, PAGE_SIZE), PAGE_SIZE, groups=self.groups)
+        whole = Capacity.whole(self.rows, pages_for(self.context, PAGE_SIZE), PAGE_SIZE, groups=self.groups)
+        return whole if self.pages is None else replace(whole, num_pages=self.pages)
 
 
 def lower_decode(pair: Pair, proposer: Proposer, workload: Workload, max_steps: int) -> Any:
