@@ -3,8 +3,9 @@
 Usage: .venv/bin/python scripts/throughput.py PROMPTS.jsonl ... [--rows 1 2 4 8 16], on an idle machine.
 
 Definition. R requests, each --new-tokens tokens (end-of-text ignored), on an engine of R rows; tokens/s is all their
-tokens / (first submit to last token), prefill included, compilation apart. The methods take turns within a repeat; a
-ratio is taken within one repeat. "auto" is num_drafts="auto": the engine measures and chooses. Every engine
+tokens / the engine's time from the first submit to the last token, prefill included, compilation apart. The methods'
+engines take turns, one step each, since a machine is fast and slow in spells of seconds; a ratio is taken within one
+repeat. "auto" is num_drafts="auto": the engine measures and chooses. Every engine
 gets a first batch that is not counted, so that auto has its measurements as a server would. The last line is
 one JSON document.
 """
@@ -26,13 +27,18 @@ from torch_dflash.train.records import read_prompts
 METHODS = {"dflash": (None, None), "plain": ("plain", None), "auto": (None, "auto")}
 
 
-def tokens_per_second(engine: Engine, requests: list) -> float:
-    """One batch through an engine that is warm."""
-    begin = time.perf_counter()
-    runs = [engine.submit(request) for request in requests]
-    while not engine.idle:
-        engine.step()
-    return sum(len(run.token_ids) for run in runs) / (time.perf_counter() - begin)
+def tokens_per_second(engines: dict[str, Engine], requests: list) -> dict[str, float]:
+    """One batch through each of the engines, which are warm and take turns."""
+    seconds = dict.fromkeys(engines, 0.0)
+    runs = {name: [engine.submit(request) for request in requests] for name, engine in engines.items()}
+    while not all(engine.idle for engine in engines.values()):
+        for name, engine in engines.items():
+            if not engine.idle:
+                begin = time.perf_counter()
+                engine.step()
+                engine.device.wait()  # a prompt chunk that is still under way is this engine's
+                seconds[name] += time.perf_counter() - begin
+    return {name: sum(len(run.token_ids) for run in runs[name]) / seconds[name] for name in engines}
 
 
 def measure(pair: Pair, prompts: list[str], rows: int, new_tokens: int, repeats: int) -> dict[str, list[float]]:
@@ -50,8 +56,8 @@ def measure(pair: Pair, prompts: list[str], rows: int, new_tokens: int, repeats:
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     for repeat in range(repeats):
         batch = requests[repeat * rows : (repeat + 1) * rows]
-        for name, engine in engines.items():
-            speeds[name].append(tokens_per_second(engine, batch))
+        for name, speed in tokens_per_second(engines, batch).items():
+            speeds[name].append(speed)
     return speeds
 
 
