@@ -7,6 +7,10 @@ Letters: R rows, T tokens, H query heads, K key/value heads, d head_dim, M pages
 K, B block.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental.layout import Layout, with_layout_constraint
@@ -39,18 +43,19 @@ def ragged(
     queries, _, lengths, tables, ends, num_seqs = ragged_arguments(
         q, pool, first_page, tables, start, num_new, num_kv_heads
     )
-    out = ragged_paged_attention(
-        queries,
-        pool,
-        lengths,
-        tables,
-        ends,
-        num_seqs,
-        sm_scale=q.shape[-1] ** -0.5,
-        num_kv_pages_per_block=min(max(1, KV_BLOCK // pool.shape[1]), tables.shape[1]),
-        num_queries_per_block=min(QUERY_BLOCK, len(queries)),
-        vmem_limit_bytes=VMEM_BYTES,
-    )
+    with _exact(q.dtype):
+        out = ragged_paged_attention(
+            queries,
+            pool,
+            lengths,
+            tables,
+            ends,
+            num_seqs,
+            sm_scale=q.shape[-1] ** -0.5,
+            num_kv_pages_per_block=min(max(1, KV_BLOCK // pool.shape[1]), tables.shape[1]),
+            num_queries_per_block=min(QUERY_BLOCK, len(queries)),
+            vmem_limit_bytes=VMEM_BYTES,
+        )
     return own_heads(out, q.shape, num_kv_heads, pool.shape[2] // 2)
 
 
@@ -76,6 +81,11 @@ def ragged_arguments(
         width * jnp.arange(rows + 1, dtype=jnp.int32),
         jnp.array([rows], jnp.int32),
     )
+
+
+def _exact(dtype: Any) -> AbstractContextManager:
+    """Products of f32 inside a kernel are f32, not bf16."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()
 
 
 def own_heads(out: Array, shape: tuple[int, ...], num_kv_heads: int, stored_heads: int) -> Array:
@@ -105,15 +115,16 @@ def flash(q: Array, context: Keys, block: Keys, masked: bool) -> Array:
     folded = q.reshape(rows, width, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = folded.reshape(rows, kv_heads, groups * width, head_dim)
     folded = jnp.pad(folded, ((0, 0), (0, 0), (0, queries - groups * width), (0, dim - head_dim)))
-    out = flash_attention(
-        folded,
-        both(context.key, block.key),
-        both(context.value, block.value),
-        ab=_bias(seen, kv_heads, groups, queries) if masked else None,
-        segment_ids=SegmentIds(jnp.ones((rows, queries), jnp.int32), seen.any(axis=1).astype(jnp.int32)),
-        sm_scale=head_dim**-0.5,
-        block_sizes=BlockSizes(queries, kv_block, kv_block, 1),
-    )
+    with _exact(q.dtype):
+        out = flash_attention(
+            folded,
+            both(context.key, block.key),
+            both(context.value, block.value),
+            ab=_bias(seen, kv_heads, groups, queries) if masked else None,
+            segment_ids=SegmentIds(jnp.ones((rows, queries), jnp.int32), seen.any(axis=1).astype(jnp.int32)),
+            sm_scale=head_dim**-0.5,
+            block_sizes=BlockSizes(queries, kv_block, kv_block, 1),
+        )
     out = out[:, :, : groups * width, :head_dim].reshape(rows, kv_heads, groups, width, head_dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 

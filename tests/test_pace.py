@@ -43,14 +43,15 @@ def test_the_best_is_used_and_the_others_are_probed(
 ) -> None:
     pace = Adaptive((FULL, HALF, NONE))
     chosen = drive(pace, 4, dict(zip((FULL, HALF, NONE), seconds, strict=True)), accepted, 200)
-    assert [p for p, _ in chosen[:3]] == [FULL, HALF, NONE]  # all are measured first
-    assert share(chosen[3:])[best] > 0.8
+    assert [p for p, _ in chosen[:6]] == [FULL, FULL, HALF, HALF, NONE, NONE]  # all are measured first
+    assert share(chosen[6:])[best] > 0.8
     for other in {FULL, HALF, NONE} - {best}:
         at = [i for i, (p, _) in enumerate(chosen) if p == other]
         gaps = [b - a for a, b in itertools.pairwise(at)]
         assert gaps and max(gaps) <= LONGER * PROBE_EVERY + 2  # never starved
-        assert min(gaps[1:]) >= PROBE_EVERY  # and not in the way
-    assert all(steps == (8 if p == best else PROBE_STEPS) for p, steps in chosen[3:])
+        assert min(gaps[4:]) >= PROBE_EVERY  # and not in the way
+        assert gaps[1] < PROBE_EVERY  # but seen again soon while little is known
+    assert all(steps == (8 if p == best else PROBE_STEPS) for p, steps in chosen[6:])
 
 
 def test_a_change_of_the_texts_is_noticed() -> None:
@@ -69,6 +70,19 @@ def test_a_slow_spell_of_the_machine_changes_nothing() -> None:
         slow = drive(pace, 8, {FULL: 10.5, HALF: 7.5, NONE: 3.0}, [1] * 8, 20)
         fast = drive(pace, 8, {FULL: 3.5, HALF: 2.5, NONE: 1.0}, [1] * 8, 20)
         assert share(slow)[NONE] > 0.75 and share(fast)[NONE] > 0.75
+
+
+def test_the_first_dispatch_of_a_program_says_nothing() -> None:
+    """It takes ten times as long, for the proposer that is the best."""
+    pace, seconds, first = Adaptive((FULL, NONE)), {FULL: 3.0, NONE: 1.0}, {FULL: 3.0, NONE: 10.0}
+    seen = set[Plain]()
+    for _ in range(12):
+        proposer, steps = pace.choose(8, 8)
+        each = seconds[proposer] if proposer in seen else first[proposer]
+        seen.add(proposer)
+        pace.observe(Measured(8, proposer, steps, steps * each, [0]))
+        last = proposer
+    assert last == NONE
 
 
 def test_numbers_of_rows_are_measured_apart() -> None:

@@ -10,16 +10,32 @@ other; one that is slower than the same proposer's before it slows all of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch_dflash.propose import Proposer
 
-PROBE_EVERY = 16  # dispatches between two looks at a proposer that is nearly the best
+PROBE_EVERY = (
+    16  # dispatches between two looks at a proposer that is nearly the best; fewer while little is known of it
+)
 LONGER = 4  # times as many for one that is much slower
 PROBE_STEPS = 2
 CONFIRM_AFTER = 2  # dispatches between a change of the best and another look at the one before it
-NEWEST = 0.2  # weight of the newest dispatch in a mean
+NEWEST = 0.2  # weight of the newest dispatch in a mean, at least
 NEWEST_PROBE = 0.5  # probes are few
+SETTLED = 32  # accept counts, of one row in one step, that weigh as much as all before them: texts change quickly
+
+
+@dataclass
+class Mean:
+    """Of all that was seen, while that is little; then the newest weighs more."""
+
+    value: float
+    count: int = 1
+
+    def add(self, new: float, weight: float) -> None:
+        self.count += 1
+        weight = max(weight, 1 / self.count)
+        self.value += weight * (new - self.value)
 
 
 @dataclass(frozen=True)
@@ -71,8 +87,9 @@ class Adaptive:
     change."""
 
     proposers: tuple[Proposer, ...]
-    seconds: dict[tuple[int, Proposer], float] = field(default_factory=dict)  # (rows, proposer) -> of one step
-    kept: dict[Proposer, float] = field(default_factory=dict)  # tokens that a row keeps of one step
+    seconds: dict[tuple[int, Proposer], Mean] = field(default_factory=dict)  # (rows, proposer) -> of one step
+    kept: dict[Proposer, Mean] = field(default_factory=dict)  # tokens that a row keeps of one step
+    begun: set[tuple[int, Proposer]] = field(default_factory=set)  # the first dispatch of a program may make kernels
     waited: dict[tuple[int, Proposer], int] = field(default_factory=dict)  # dispatches since its last one
     best: dict[int, Proposer] = field(default_factory=dict)  # rows -> the last choice that was no probe
     last: tuple[int, Proposer, float] | None = None  # rows, proposer and seconds of a step of the last dispatch
@@ -81,15 +98,19 @@ class Adaptive:
         unknown = [p for p in self.proposers if (rows, p) not in self.seconds]
         if unknown:
             return unknown[0], min(PROBE_STEPS, max_steps)
-        speed = {p: self.kept[p] / self.seconds[rows, p] for p in self.proposers}
+        speed = {p: self.kept[p].value / self.seconds[rows, p].value for p in self.proposers}
         best = max(self.proposers, key=lambda p: speed[p])
-        # A look at a slow one costs more, so it has to wait longer.
-        patience = {p: PROBE_EVERY * min(speed[best] / speed[p], LONGER) for p in self.proposers}
+        patience = {p: self._patience(rows, p, speed[best] / speed[p]) for p in self.proposers}
         if (before := self.best.get(rows, best)) != best:
-            self.waited[rows, before] = round(patience[before]) - CONFIRM_AFTER
+            self.waited[rows, before] = patience[before] - CONFIRM_AFTER
         self.best[rows] = best
         stale = [p for p in self.proposers if p != best and self.waited[rows, p] >= patience[p]]
         return (stale[0], min(PROBE_STEPS, max_steps)) if stale else (best, max_steps)
+
+    def _patience(self, rows: int, proposer: Proposer, times_slower: float) -> int:
+        """Dispatches from one look at it to the next. A look at a slow one costs more, so it has to wait longer."""
+        often = min(2 ** self.seconds[rows, proposer].count, PROBE_EVERY)
+        return round(often * min(times_slower, LONGER))
 
     def observe(self, measured: Measured) -> None:
         rows, used = measured.rows, measured.proposer
@@ -97,25 +118,29 @@ class Adaptive:
             self.waited[rows, proposer] = self.waited.get((rows, proposer), 0) + 1
             if measured.accepted and proposer.num_drafts <= used.num_drafts:
                 kept = [min(a, proposer.num_drafts) + 1 for a in measured.accepted]
-                self.kept[proposer] = _mean(self.kept.get(proposer), sum(kept) / len(kept))
+                _add(self.kept, proposer, sum(kept) / len(kept), len(kept) / (len(kept) + SETTLED))
         self.waited[rows, used] = 0
-        if measured.steps:
+        if measured.steps and (rows, used) in self.begun:
             self._note_seconds(rows, used, measured.seconds / measured.steps)
+        self.begun.add((rows, used))
 
     def _note_seconds(self, rows: int, used: Proposer, new: float) -> None:
         before, key = self.last, (rows, used)
         self.last = (rows, used, new)
         if key not in self.seconds or before is None or before[0] != rows:
-            self.seconds[key] = _mean(self.seconds.get(key), new)
+            _add(self.seconds, key, new, NEWEST)
         elif before[1] != used:
-            relative = new / before[2] * self.seconds[rows, before[1]]
-            self.seconds[key] = _mean(self.seconds[key], relative, NEWEST_PROBE)
+            relative = new / before[2] * self.seconds[rows, before[1]].value
+            _add(self.seconds, key, relative, NEWEST_PROBE)
         else:
-            slower = _mean(1.0, new / self.seconds[key])
+            slower = 1 + NEWEST * (new / self.seconds[key].value - 1)
             for proposer in self.proposers:
                 if (rows, proposer) in self.seconds:
-                    self.seconds[rows, proposer] *= slower
+                    self.seconds[rows, proposer].value *= slower
 
 
-def _mean(known: float | None, new: float, weight: float = NEWEST) -> float:
-    return new if known is None else (1 - weight) * known + weight * new
+def _add(means: dict[Any, Mean], key: Any, new: float, weight: float) -> None:
+    if key in means:
+        means[key].add(new, weight)
+    else:
+        means[key] = Mean(new)

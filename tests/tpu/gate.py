@@ -38,9 +38,10 @@ class Case:
     rows: int = 1
     tp: int = 1
     dp: int = 1
+    dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        return f"{self.chip}-{self.pair}-{self.kind}-R{self.rows}-tp{self.tp}-dp{self.dp}"
+        return f"{self.chip}-{self.pair}-{self.kind}-R{self.rows}-tp{self.tp}-dp{self.dp}-{self.dtype}"
 
     @property
     def workload(self) -> Workload:
@@ -52,7 +53,7 @@ def configs(pair: str) -> tuple[TargetConfig, DrafterConfig]:
 
 
 def programs_for(case: Case, platform: Platform) -> tuple[Pair, Proposer]:
-    pair = shapes_only(*configs(case.pair), "bfloat16", platform)
+    pair = shapes_only(*configs(case.pair), case.dtype, platform)
     return pair, pair.proposer("plain" if case.kind == "plain" else "dflash", None)
 
 

@@ -28,6 +28,7 @@ CASES = [
     *(Case("v5p", QWEN, "loop", rows=8, tp=tp, dp=dp) for tp, dp in ((4, 1), (4, 2), (8, 1))),
     *(Case("v5p", LLAMA, "loop", rows=rows, tp=tp) for rows, tp in ((1, 1), (8, 1), (1, 4))),
     *(Case("v5p", SMOL, "loop", rows=rows, tp=tp) for rows, tp in ((1, 1), (8, 1), (1, 3))),
+    Case("v5p", SMOL, "loop", dtype="float32"),
     *(Case(chip, QWEN, kind) for chip in ("v6e", "v5e") for kind in ("prefill", "plain", "loop")),
     *(Case(chip, QWEN, "loop", rows=8, tp=4) for chip in ("v6e", "v5e")),
     *(Case(chip, SMOL, "loop") for chip in ("v6e", "v5e")),
