@@ -2,12 +2,12 @@
 
 Usage: .venv/bin/python scripts/throughput.py PROMPTS.jsonl ... [--rows 1 2 4 8 16], on an idle machine.
 
-Definition. R requests, each --new-tokens tokens (end-of-text ignored), on an engine of R rows; tokens/s is all their
+Definition. 3 R requests, each --new-tokens tokens (end-of-text ignored), on an engine of R rows; tokens/s is all their
 tokens / the engine's time from the first submit to the last token, prefill included, compilation apart. The methods'
 engines take turns, one step each, since a machine is fast and slow in spells of seconds; a ratio is taken within one
-repeat. "auto" is num_drafts="auto": the engine measures and chooses. Every engine
-gets a first batch that is not counted, so that auto has its measurements as a server would. The last line is
-one JSON document.
+repeat. Three requests a row: with one, most of what is seen is how the last rows end, alone. "auto" is
+num_drafts="auto": the engine measures and chooses. Every engine gets a first batch that is not counted, so that auto
+has its measurements as a server would. The last line is one JSON document.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from torch_dflash.service import engine_for, make_pace, make_request
 from torch_dflash.tokenizer import as_chat
 from torch_dflash.train.records import read_prompts
 
+EACH = 3  # requests for each row
 METHODS = {"dflash": (None, None), "plain": ("plain", None), "auto": (None, "auto")}
 
 
@@ -43,19 +44,19 @@ def tokens_per_second(engines: dict[str, Engine], requests: list) -> dict[str, f
 
 def measure(pair: Pair, prompts: list[str], rows: int, new_tokens: int, repeats: int) -> dict[str, list[float]]:
     """Tokens per second of each method, one figure a repeat."""
-    texts = list(islice(cycle(prompts), 2 * rows * repeats))
+    texts = list(islice(cycle(prompts), EACH * rows * (repeats + 1)))
     requests = [make_request(pair, as_chat(text, pair.tokenizer), new_tokens, stop_ids=()) for text in texts]
     engines = {}
     for name, (method, num_drafts) in METHODS.items():
         engine = engines[name] = engine_for(pair, make_pace(pair, method, num_drafts), requests, rows, 8)
-        for request in requests[-rows:]:
+        for request in requests[-EACH * rows :]:
             engine.submit(request)
         engine.warm_up()
         while not engine.idle:
             engine.step()
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     for repeat in range(repeats):
-        batch = requests[repeat * rows : (repeat + 1) * rows]
+        batch = requests[EACH * repeat * rows : EACH * (repeat + 1) * rows]
         for name, speed in tokens_per_second(engines, batch).items():
             speeds[name].append(speed)
     return speeds

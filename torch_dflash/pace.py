@@ -118,7 +118,7 @@ class Adaptive:
             self.waited[rows, proposer] = self.waited.get((rows, proposer), 0) + 1
             if measured.accepted and proposer.num_drafts <= used.num_drafts:
                 kept = [min(a, proposer.num_drafts) + 1 for a in measured.accepted]
-                _add(self.kept, proposer, sum(kept) / len(kept), len(kept) / (len(kept) + SETTLED))
+                _add(self.kept, proposer, sum(kept) / len(kept), max(NEWEST, len(kept) / (len(kept) + SETTLED)))
         self.waited[rows, used] = 0
         if measured.steps and (rows, used) in self.begun:
             self._note_seconds(rows, used, measured.seconds / measured.steps)
