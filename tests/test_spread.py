@@ -19,7 +19,10 @@ from torch_dflash.sharding import axes_of, check_divides, platform_over
 @pytest.fixture(scope="module")
 def outcomes(tiny: Loaded) -> dict[tuple[int, int, str], dict[str, Any]]:
     """What tests/spread_decoding.py found, by data, model and method."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", ""),
+        "JAX_PLATFORMS": "cpu",
+    }
     script = Path(__file__).parent / "spread_decoding.py"
     done = subprocess.run([sys.executable, script, tiny.folder], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
