@@ -135,7 +135,7 @@ class Engine:
                 try:
                     run.prefilled = self.pages.reserve(row, self._positions(run.request), run.request.prompt_ids)
                 except OutOfPagesError:
-                    return  # those behind it wait too, or it might wait for ever
+                    continue  # a row of another group may do; those behind it wait too, or it might wait for ever
                 run.begin = time.perf_counter()
                 self.rows[row] = self.waiting.popleft()
 
