@@ -14,7 +14,7 @@ from bridge.positions import pages_for
 NULL_PAGE = 0
 ROOT = 0
 
-Key = tuple[int, tuple[int, ...]]  # (node of the page before, tokens of this page)
+Key = tuple[int, tuple[int, ...]]  # (node of the page before, tokens of this page and of its lookahead)
 
 
 class OutOfPagesError(RuntimeError):
@@ -26,12 +26,15 @@ class PageAllocator:
 
     Full pages of prompts are remembered: a later prompt with the same beginning gets the same pages, which nobody
     writes again. A remembered page that no row uses is given away when free pages run out, the longest unused first.
+
+    lookahead: tokens behind a page that its content depends on, and by which it is known, too.
     """
 
-    def __init__(self, num_pages: int, page_size: int, rows: int, pages_per_row: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, rows: int, pages_per_row: int, lookahead: int = 0) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
         self.pages_per_row = pages_per_row
+        self.lookahead = lookahead
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))
         self._owned: list[list[int]] = [[] for _ in range(rows)]
         self._users: Counter[int] = Counter()  # page -> rows that hold it
@@ -88,8 +91,8 @@ class PageAllocator:
             self._known.move_to_end(key)
 
     def _full_pages(self, tokens: Sequence[int]) -> list[tuple[int, ...]]:
-        size = self.page_size
-        return [tuple(tokens[at : at + size]) for at in range(0, len(tokens) // size * size, size)]
+        size, known = self.page_size, len(tokens) - self.lookahead
+        return [tuple(tokens[at : at + size + self.lookahead]) for at in range(0, known // size * size, size)]
 
     def _free_page(self) -> int:
         if self._free:
@@ -147,9 +150,12 @@ class GroupedPages:
     """An allocator for each group of rows: data-parallel devices, each with pages of its own that the others cannot
     reach. Page numbers are the group's. Methods as `PageAllocator`'s; num_pages is of one group."""
 
-    def __init__(self, num_pages: int, page_size: int, rows: int, pages_per_row: int, groups: int) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, rows: int, pages_per_row: int, lookahead: int = 0, groups: int = 1
+    ) -> None:
         self.rows, self.size = rows, rows // groups
-        self._groups = [PageAllocator(num_pages, page_size, self.size, pages_per_row) for _ in range(groups)]
+        each = (num_pages, page_size, self.size, pages_per_row, lookahead)
+        self._groups = [PageAllocator(*each) for _ in range(groups)]
 
     @property
     def num_free(self) -> int:

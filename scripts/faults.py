@@ -184,8 +184,8 @@ def _() -> None:
 def _() -> None:
     right = DFlash.prefill
 
-    def prefill(self: Any, params: Any, draft: Any, tables: Any, features: Any, start: Any, num_new: Any) -> Any:
-        new = right(self, params, draft, tables, features, start, num_new)
+    def prefill(self: Any, params: Any, draft: Any, *rest: Any) -> Any:
+        new, num_new = right(self, params, draft, *rest), rest[-1]
         more_to_come = (num_new == PREFILL_CHUNK).all()
         return replace(new, pool=jnp.where(more_to_come, draft.pool, new.pool))
 

@@ -27,12 +27,12 @@ class Told(Plain):
     texts: tuple[tuple[int, ...], ...] = ()  # the token at each position, prompt included
     wrong_at: tuple[int, ...] = ()
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, None]:
         position = state.committed_len[:, None] + 1 + jnp.arange(self.num_drafts)
         row = self.row(state)
         right = jnp.take_along_axis(jnp.array(self.texts)[row], jnp.minimum(position, LENGTH - 1), axis=1)
         wrong = position % jnp.array(self.wrong_at)[row][:, None] == 0
-        return jnp.where(wrong, (right + 1) % VOCAB, right).astype(jnp.int32)
+        return jnp.where(wrong, (right + 1) % VOCAB, right).astype(jnp.int32), None
 
     def row(self, state: DecodeState) -> Array:
         """int32[r]: which text each row of the dispatch writes: the one that begins with what the row holds."""

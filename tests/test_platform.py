@@ -48,7 +48,7 @@ def test_columns_of_a_dispatch() -> None:
 def test_rows_are_rounded_up_and_each_group_has_all_its_pages() -> None:
     capacity = Capacity.whole(5, 4, 16, groups=2)
     assert (capacity.rows, capacity.num_pages) == (6, 1 + 3 * 4)
-    assert isinstance(make_pages(capacity), GroupedPages)
+    assert isinstance(make_pages(capacity, 0), GroupedPages)
 
 
 def test_groups_have_pages_of_their_own() -> None:

@@ -285,6 +285,6 @@ def test_training_sees_the_blocks_that_decoding_sees():
     for a, anchor in enumerate(anchors[0].tolist()):
         state = make_state(target, proposer, Capacity.whole(1, 1, 64), pair.dtype)
         tables, start, num_new = jnp.array([[1]], jnp.int32), jnp.array([0], jnp.int32), jnp.array([anchor], jnp.int32)
-        draft = prefill(params, state.draft, tables, features, start, num_new)
+        draft = prefill(params, state.draft, tables, features, ids, start, num_new)
         state = replace(state, draft=draft, anchor=ids[0, anchor : anchor + 1], committed_len=num_new)
-        assert propose(params, state, tables)[0].tolist() == trained[a].tolist()
+        assert propose(params, state, tables)[0][0].tolist() == trained[a].tolist()

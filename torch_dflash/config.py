@@ -92,6 +92,19 @@ class Layout:
 
 
 ZLAB = Layout("z-lab")
+EAGLE3 = Layout("EAGLE-3", unused=("t2d",))  # the inverse of d2t as a mask
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """An EAGLE-3 head: one layer that drafts a token at a time. `target_layer_ids` are the low, middle and high tap."""
+
+    block: BlockConfig
+    rope: Rope
+    target_layer_ids: tuple[int, ...]
+    vocab_size: int
+    draft_vocab_size: int
+    context_limit: int
 
 
 @dataclass(frozen=True)

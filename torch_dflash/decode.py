@@ -84,13 +84,16 @@ def prefill(
     end = start + chunk.num_new
     token, logprob = choose(target.logits(params["target"], last), prompts, end - 1, options)
     budget = jnp.where(is_stop(token, options.stop_ids)[:, 0], 0, chunk.budget)
+    known = jnp.take_along_axis(prompts, end[:, None], axis=1)  # in the next chunk
+    behind = jnp.where(end[:, None] < options.prompt_len[:, None], known, token)
+    next_ids = jnp.where(jnp.arange(width) == column[:, None], behind, jnp.roll(chunk.ids, -1, axis=1))
     state = DecodeState(
         pool=pool,
         committed_len=end,
         anchor=token[:, 0],
         budget=budget,
         history=write_ids(prompts, token, end, jnp.ones_like(end)),
-        draft=proposer.prefill(params, state.draft, tables, features, start, chunk.num_new),
+        draft=proposer.prefill(params, state.draft, tables, features, next_ids, start, chunk.num_new),
     )
     return put_rows(whole, rows, state), token[:, 0], logprob[:, 0]
 
@@ -107,7 +110,8 @@ def step(
     """One round for every active row. tables int32[R,M]."""
     num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
     state = replace(state, draft=proposer.absorb(params, state, tables))
-    draft_ids = proposer.draft(params, state, tables)
+    draft_ids, draft = proposer.draft(params, state, tables)
+    state = replace(state, draft=draft)
     state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, choose, options)
     num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
     done = Round(state.committed_len, num_new > 0, draft_ids, said.target_ids, said.logprobs, num_accepted)

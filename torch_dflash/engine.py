@@ -41,7 +41,7 @@ class Engine:
         self.pace = pace
         self.pair = device.pair
         self.capacity = capacity = device.capacity
-        self.pages = make_pages(capacity)
+        self.pages = make_pages(capacity, pace.proposers[0].lookahead)
         self.rows: list[Run | None] = [None] * capacity.rows
         self.waiting: deque[Run] = deque()
         self.prefilled_last = False
@@ -224,9 +224,9 @@ class Engine:
             self.device.warm_up_decode(rows)
 
 
-def make_pages(capacity: Capacity) -> PageAllocator | GroupedPages:
+def make_pages(capacity: Capacity, lookahead: int) -> PageAllocator | GroupedPages:
     """The host's side of the K/V memory."""
-    shape = (capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row)
+    shape = (capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row, lookahead)
     return PageAllocator(*shape) if capacity.groups == 1 else GroupedPages(*shape, capacity.groups)
 
 

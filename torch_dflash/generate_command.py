@@ -202,6 +202,13 @@ def _document(pair: "Pair", result: "Result", plain: "Result | None", arguments:
     return document
 
 
+def _block_size(pair: "Pair") -> int | None:
+    """Of a DFlash drafter."""
+    from torch_dflash.propose import DrafterFunctions
+
+    return pair.drafter.config.block_size if isinstance(pair.drafter, DrafterFunctions) else None
+
+
 def _settings(pair: "Pair", result: "Result", arguments: argparse.Namespace) -> dict[str, Any]:
     """What the run really used, defaults resolved."""
     num_drafts = len(result.stats.accept_histogram) - 1
@@ -210,8 +217,8 @@ def _settings(pair: "Pair", result: "Result", arguments: argparse.Namespace) -> 
         "target": arguments.target,
         "draft": draft_name(arguments),
         "dtype": arguments.dtype,
-        "method": "dflash" if num_drafts else "plain",
-        "block_size": pair.drafter.config.block_size if pair.drafter is not None and num_drafts else None,
+        "method": pair.method if num_drafts else "plain",
+        "block_size": _block_size(pair) if num_drafts else None,
         "num_drafts": "auto" if arguments.num_drafts == "auto" else num_drafts,
         "steps_per_dispatch": arguments.steps_per_dispatch,
         "temperature": 0.0,

@@ -20,7 +20,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
     add("--block-size", type=int, metavar="B", help="block of the drafter, anchor included, if smaller than trained")
     add("--num-drafts", metavar="K", help="use K of the block's B-1 drafts in each step; auto: as many as pay")
-    add("--method", choices=("dflash", "plain"), help="plain: the target alone, the baseline")
+    add("--method", choices=("dflash", "eagle3", "plain"), help="plain: the target alone, the baseline")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
     add("--tp", type=int, default=1, metavar="N", help="spread the models over N devices (by head, width, vocabulary)")
     add("--dp", type=int, default=1, metavar="N", help="spread the requests over N groups of such devices")

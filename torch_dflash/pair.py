@@ -15,13 +15,16 @@ from jax import Array
 
 from bridge.platform import Platform, own_platform
 from bridge.views import Params, take_tensors, to_jax
-from torch_dflash.config import ZLAB, DrafterConfig, Layout, TargetConfig
+from torch_dflash.config import EAGLE3, ZLAB, DrafterConfig, Eagle3Config, Layout, TargetConfig
+from torch_dflash.config_eagle import is_eagle3, read_eagle3_config
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
+from torch_dflash.models.eagle3 import Eagle3
 from torch_dflash.models.target import Target
 from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
+from torch_dflash.propose_eagle import Eagle3Drafts, Eagle3Functions, lower_eagle3
 from torch_dflash.sharding import axes_of, check_divides
 from torch_dflash.stacked import stack_layers, turn
 from torch_dflash.tokenizer import load_tokenizer
@@ -32,33 +35,52 @@ log = logging.getLogger("torch_dflash")
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 
+EAGLE3_DRAFTS = 2  # what it is served with (Google's comparison, see FACTS): each draft is a pass of its own
+MOST_EAGLE3_DRAFTS = 16
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """What `generate` needs: functions, their parameters, a tokenizer. `drafter` is None for a target alone.
+    """What `generate` needs: functions, their parameters, a tokenizer. `drafter` is None for a target alone, and an
+    EAGLE-3 head for the baseline.
 
     `compiled` remembers what has been compiled for this pair, so that warm-up happens once.
     """
 
     target: TargetFunctions
-    drafter: DrafterFunctions | None
+    drafter: DrafterFunctions | Eagle3Functions | None
     params: AllParams
     tokenizer: Any
     dtype: Any
     compiled: set[Hashable] = field(default_factory=set)
 
-    def proposer(self, method: str | None, num_drafts: int | None) -> DFlash | Plain:
-        """The proposer of a method: "dflash", "plain", or None for dflash where there is a drafter."""
-        if method not in (None, "dflash", "plain"):
-            raise InputError(f'method {method!r} is unknown: use "dflash" or "plain"')
+    @property
+    def method(self) -> str:
+        """What the drafter is made for: "dflash" or "eagle3"; "plain" without one."""
+        if self.drafter is None:
+            return "plain"
+        return "eagle3" if isinstance(self.drafter, Eagle3Functions) else "dflash"
+
+    def proposer(self, method: str | None, num_drafts: int | None) -> DFlash | Eagle3Drafts | Plain:
+        """The proposer of a method: "dflash", "eagle3", "plain", or None for whatever the drafter is, if there is
+        one."""
+        if method not in (None, "dflash", "eagle3", "plain"):
+            raise InputError(f'method {method!r} is unknown: use "dflash", "eagle3" or "plain"')
         if method == "plain" or (method is None and self.drafter is None):
             if num_drafts is not None:
                 raise InputError(f"num_drafts is {num_drafts!r}: plain decoding drafts nothing, leave it out")
             return Plain()
         if self.drafter is None:
-            raise InputError('method "dflash" needs a drafter: load one with load_pair(target, draft), or use "plain"')
+            raise InputError(
+                f'method "{method}" needs a drafter: load one with load_pair(target, draft), or use "plain"'
+            )
+        if method not in (None, self.method):
+            raise InputError(f'method is "{method}", and the drafter is made for "{self.method}": use that, or "plain"')
+        if isinstance(self.drafter, Eagle3Functions):
+            drafts = EAGLE3_DRAFTS if num_drafts is None else num_drafts
+            return Eagle3Drafts(self.drafter, self.target, checked_integer(drafts, "num_drafts", 1, MOST_EAGLE3_DRAFTS))
         block_size = self.drafter.config.block_size
         if num_drafts is None:
             num_drafts = block_size - 1
@@ -89,7 +111,16 @@ def load_drafter(folder: Path, dtype: torch.dtype) -> tuple[DrafterConfig, Draft
     own_head = config.draft_vocab_size is not None
     own_embedding = own_head and "embed_tokens.weight" in tensor_names(folder, config.layout)
     module = _filled(partial(Drafter, config, own_embedding), folder, dtype, config.layout)
-    _check_draft_ids(module, config, folder)
+    if config.draft_vocab_size is not None and config.vocab_size is not None:
+        _check_draft_ids(module.d2t, config.vocab_size, folder)
+    return config, module
+
+
+def load_eagle3(folder: Path, target: TargetConfig, dtype: torch.dtype) -> tuple[Eagle3Config, Eagle3]:
+    """The EAGLE-3 head of a checkpoint folder, as an eager torch module. Raises InputError."""
+    config = read_eagle3_config(folder, target)
+    module = _filled(partial(Eagle3, config), folder, dtype, EAGLE3)
+    _check_draft_ids(module.d2t, config.vocab_size, folder)
     return config, module
 
 
@@ -101,13 +132,11 @@ def _filled(make: Callable[[], ModuleT], folder: Path, dtype: torch.dtype, layou
     return module.eval()
 
 
-def _check_draft_ids(module: Drafter, config: DrafterConfig, folder: Path) -> None:
+def _check_draft_ids(d2t: torch.Tensor, vocab_size: int, folder: Path) -> None:
     """Every row of a reduced head must stand for a token of its own."""
-    if config.draft_vocab_size is None or config.vocab_size is None:
-        return
-    ids = torch.arange(config.draft_vocab_size) + module.d2t.long()
-    if ids.min() < 0 or ids.max() >= config.vocab_size or len(ids.unique()) < len(ids):
-        reason = f"row + d2t[row] must be distinct ids 0..{config.vocab_size - 1}"
+    ids = torch.arange(len(d2t)) + d2t.long()
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+        reason = f"row + d2t[row] must be distinct ids 0..{vocab_size - 1}"
         raise InputError(f"{folder}: tensor d2t gives ids {ids.min()}..{ids.max()}; {reason}, download it again")
 
 
@@ -148,16 +177,24 @@ def load_pair(
     drafter, params = None, dict[str, Params]()
     if draft_folder is not None and config is not None:
         with timed(f"load drafter {draft}, {dtype}"):
-            _, draft_module = load_drafter(draft_folder, DTYPES[dtype])
-            share_embedding(draft_module, module)
-            drafter, params["drafter"] = (
-                lower_drafter(draft_module, config),
-                _placed(take_tensors(draft_module), platform),
-            )
+            drafter, draft_module = _lowered(draft_folder, config, target_config, module, DTYPES[dtype])
+            params["drafter"] = _placed(take_tensors(draft_module), platform)
     functions, tensors = lower_target(module, target_config, platform), take_tensors(module)
     params["target"] = _placed(stack_layers(tensors) if platform.stacked else tensors, platform)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
+
+
+def _lowered(
+    folder: Path, config: DrafterConfig | Eagle3Config, target_config: TargetConfig, target: Target, dtype: torch.dtype
+) -> tuple[DrafterFunctions | Eagle3Functions, torch.nn.Module]:
+    """A drafter's functions, and its module with the weights."""
+    if isinstance(config, Eagle3Config):
+        _, head = load_eagle3(folder, target_config, dtype)
+        return lower_eagle3(head, config), head
+    _, module = load_drafter(folder, dtype)
+    share_embedding(module, target)
+    return lower_drafter(module, config), module
 
 
 def _placed(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
@@ -171,10 +208,15 @@ def _place(name: str, tensor: torch.Tensor, platform: Platform) -> Array:
     return to_jax(tensor, platform.sharding(*axes_of(name, tensor.ndim)))
 
 
-def _draft_config(folder: Path, target_folder: Path, block_size: int | None) -> DrafterConfig:
+def _draft_config(folder: Path, target_folder: Path, block_size: int | None) -> DrafterConfig | Eagle3Config:
     """The drafter's config, fit for the target, with the block size to be used."""
+    target = read_target_config(target_folder)
+    if is_eagle3(folder):
+        if block_size is not None:
+            raise InputError(f"block_size is {block_size}: an EAGLE-3 head has no blocks, leave it out")
+        return read_eagle3_config(folder, target)
     config = read_drafter_config(folder)
-    check_pair(read_target_config(target_folder), config)
+    check_pair(target, config)
     if block_size is None:
         return config
     why = f"the drafter was trained for {config.block_size}"

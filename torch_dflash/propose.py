@@ -37,13 +37,25 @@ class Proposer(Protocol):
     def num_drafts(self) -> int:
         """Drafts per step; a verification has num_drafts + 1 tokens."""
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens behind a position that its draft context depends on."""
+
     def make_state(self, capacity: Capacity, dtype: Any) -> DraftState | None:
         """Empty draft state for all rows and pages."""
 
     def prefill(
-        self, params: AllParams, draft: Any, tables: Array, features: Array, start: Array, num_new: Array
+        self,
+        params: AllParams,
+        draft: Any,
+        tables: Array,
+        features: Array,
+        next_ids: Array,
+        start: Array,
+        num_new: Array,
     ) -> Any:
-        """Take the features [R,T,F*D] of a prompt chunk; block tables int32[R,M]."""
+        """Take the features [R,T,F*D] of a prompt chunk, and the token behind each of its positions int32[R,T]; block
+        tables int32[R,M]."""
 
     def resume(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
         """Draft state at the start of a dispatch: what a proposer with more drafts has left behind is taken up."""
@@ -51,8 +63,8 @@ class Proposer(Protocol):
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
         """Draft state in which draft_len equals committed_len, after at most num_drafts + 1 new positions."""
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
-        """draft_ids int32[R,K]; draft_ids[:, j] guesses position committed_len + j + 1."""
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, Any]:
+        """draft_ids int32[R,K], draft_ids[:, j] for position committed_len + j + 1; and the draft state."""
 
     def commit(self, draft: Any, features: Array, num_new: Array) -> Any:
         """Keep the features of the num_new[r] positions that verification has just committed."""
@@ -64,12 +76,20 @@ class Plain:
 
     taps: tuple[int, ...] = ()
     num_drafts: int = 0
+    lookahead: int = 0
 
     def make_state(self, capacity: Capacity, dtype: Any) -> None:
         return None
 
     def prefill(
-        self, params: AllParams, draft: None, tables: Array, features: Array, start: Array, num_new: Array
+        self,
+        params: AllParams,
+        draft: None,
+        tables: Array,
+        features: Array,
+        next_ids: Array,
+        start: Array,
+        num_new: Array,
     ) -> None:
         return None
 
@@ -79,8 +99,8 @@ class Plain:
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> None:
         return None
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
-        return jnp.zeros((state.anchor.shape[0], 0), jnp.int32)
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, None]:
+        return jnp.zeros((state.anchor.shape[0], 0), jnp.int32), None
 
     def commit(self, draft: None, features: Array, num_new: Array) -> None:
         return None
@@ -117,6 +137,7 @@ class DFlash:
     drafter: DrafterFunctions
     target: TargetFunctions
     num_drafts: int
+    lookahead: int = 0
 
     @property
     def config(self) -> DrafterConfig:
@@ -142,8 +163,21 @@ class DFlash:
         return DraftState(pool, context, jnp.zeros(rows, jnp.int32))
 
     def prefill(
+        self,
+        params: AllParams,
+        draft: DraftState,
+        tables: Array,
+        features: Array,
+        next_ids: Array,
+        start: Array,
+        num_new: Array,
+    ) -> DraftState:
+        return self._take(params, draft, tables, features, start, num_new)
+
+    def _take(
         self, params: AllParams, draft: DraftState, tables: Array, features: Array, start: Array, num_new: Array
     ) -> DraftState:
+        """Context of num_new[r] positions from start[r] on into the draft cache."""
         keys, values = self.drafter.absorb(params["drafter"], features, block_positions(start, features.shape[1]))
         pool = write_context(draft.pool, keys, values, tables, start, num_new, self.target.platform)
         return replace(draft, pool=pool, draft_len=start + num_new)
@@ -163,21 +197,21 @@ class DFlash:
         draft = state.draft
         assert draft is not None
         pending = state.committed_len - draft.draft_len
-        return self.prefill(params, draft, tables, draft.context.features[:, :width], draft.draft_len, pending)
+        return self._take(params, draft, tables, draft.context.features[:, :width], draft.draft_len, pending)
 
     @jax.named_scope("draft")
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> Array:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, DraftState]:
         draft, anchor = state.draft, state.anchor[:, None]
         assert draft is not None
         if self.num_drafts == 0:  # the context is kept up all the same, so that drafting can be taken up again
-            return anchor[:, :0]
+            return anchor[:, :0], draft
         noise_ids = jnp.pad(
             anchor, ((0, 0), (0, self.config.block_size - 1)), constant_values=self.config.mask_token_id
         )
         noise = self._embed(params, noise_ids)
         positions = block_positions(draft.draft_len, self.config.block_size)
         hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft, tables), None)
-        return self._best_ids(params, hidden[:, 1 : self.num_drafts + 1])
+        return self._best_ids(params, hidden[:, 1 : self.num_drafts + 1]), draft
 
     def _embed(self, params: AllParams, ids: Array) -> Array:
         own = self.drafter.embed

@@ -9,7 +9,7 @@ import jax
 
 from bridge.platform import Platform, own_platform, with_mesh
 from bridge.views import TURNED
-from torch_dflash.config import BlockConfig, DrafterConfig, TargetConfig
+from torch_dflash.config import BlockConfig, DrafterConfig, Eagle3Config, TargetConfig
 from torch_dflash.errors import InputError, checked_integer
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -52,7 +52,7 @@ def axes_of(name: str, num_axes: int) -> tuple[str | None, ...]:
     return tuple(axes)
 
 
-def check_divides(target: TargetConfig, draft: DrafterConfig | None, tp: int) -> None:
+def check_divides(target: TargetConfig, draft: DrafterConfig | Eagle3Config | None, tp: int) -> None:
     """Raises InputError when a model cannot be spread over tp devices."""
     sizes = {"the target's vocab_size": target.vocab_size, **_block_sizes("the target's", target.block)}
     if draft is not None:

@@ -33,6 +33,15 @@ class DraftState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Eagle3State(DraftState):
+    """What an EAGLE-3 head holds of each row: the same, and its output at position draft_len - 1, which knows the
+    anchor."""
+
+    last: Array  # [R,D]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DecodeState:
     """The whole decoding state. Pools belong to all rows, everything else has a row per row.
 
