@@ -11,13 +11,19 @@ from helpers import TARGET, Loaded, prompt_of, write_target
 from safetensors.torch import save_file
 
 from bridge.pages import PageAllocator
-from torch_dflash import Pair, Sampling, generate, load_pair, make_request, open_engine
+from torch_dflash import Pair, Sampling, generate, load_pair, make_request
 from torch_dflash.config_eagle import read_eagle3_config
 from torch_dflash.config_reader import read_target_config
+from torch_dflash.device import Device
+from torch_dflash.engine import Engine
 from torch_dflash.errors import InputError
+from torch_dflash.metrics import TraceEntry
 from torch_dflash.models.eagle3 import Eagle3
+from torch_dflash.pace import Steady
 from torch_dflash.pair import load_eagle3, load_target
 from torch_dflash.reference_eagle import eagle3
+from torch_dflash.sampling import choose_greedily
+from torch_dflash.state import Capacity
 from torch_dflash.tpu.shapes import target_folder
 
 # yuhuili/EAGLE3-LLaMA3.1-Instruct-8B: its public config, and the names of its tensors by EAGLE's public code.
@@ -121,17 +127,24 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts(pair: Pair) -> None:
 
 
 def test_a_prefix_hit_proposes_what_no_hit_would(pair: Pair) -> None:
-    """Two prompts agree on two pages and differ right behind them, where the second page's last K/V knows it."""
-    beginning = prompt_of(128)
-    prompts = [[*beginning, *prompt_of(30, seed=seed)] for seed in (1, 2, 1)]
-    assert prompts[0][128] != prompts[1][128]
-    alone = [generate(pair, [prompt], 12, trace=True, ignore_eos=True)[0].trace for prompt in prompts]
-    engine = open_engine(pair, rows=1, context=256)
-    for prompt, expected in zip(prompts, alone, strict=True):
-        run = engine.submit(make_request(pair, prompt, 12, stop_ids=()))
-        while run.finish_reason is None:
-            engine.step()
-        assert run.trace == expected
+    """Prompts that agree on two small pages and differ right behind them: the second page's last K/V knows it."""
+    prompts = [[5, 9, 2, 7, 1, 4, 10, 3, token, 6] for token in range(12)]
+
+    def traces(engines: list[Engine]) -> list[list[TraceEntry]]:
+        runs = []
+        for prompt, engine in zip(prompts, engines, strict=True):
+            runs.append(engine.submit(make_request(pair, prompt, 12, stop_ids=())))
+            while runs[-1].finish_reason is None:
+                engine.step()
+        return [run.trace for run in runs]
+
+    def engine() -> Engine:
+        capacity, proposer = Capacity.whole(1, 8, 4), pair.proposer("eagle3", 3)
+        return Engine(Device(pair, [proposer], capacity, 2, choose_greedily), Steady(proposer))
+
+    shared = engine()
+    assert traces([shared] * len(prompts)) == traces([engine() for _ in prompts])
+    assert shared.pages.reserve(0, 8, [5, 9, 2, 7, 1, 4, 10]) == 4  # pages were shared: this one would be, too
 
 
 def test_pages_are_known_by_the_token_behind_them() -> None:
