@@ -180,6 +180,8 @@ def test_methods_and_blocks_that_do_not_fit_are_refused(folder: Path, pair: Pair
         generate(pair, [[1]], 1, method="dflash")
     with pytest.raises(InputError, match='method is "eagle3", and the drafter is made for "dflash"'):
         generate(tiny.pair, [[1]], 1, method="eagle3")
+    with pytest.raises(InputError, match='num_drafts is "auto": that is for DFlash drafters'):
+        generate(pair, [[1]], 1, num_drafts="auto")
     with pytest.raises(InputError, match="block_size is 4: an EAGLE-3 head has no blocks"):
         load_pair(folder / "target", folder / "head", block_size=4)
     with pytest.raises(InputError, match=r"num_drafts is 17: use an integer in 1..16"):

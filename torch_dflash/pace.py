@@ -14,9 +14,7 @@ from typing import Any, Protocol
 
 from torch_dflash.propose import Proposer
 
-PROBE_EVERY = (
-    16  # dispatches between two looks at a proposer that is nearly the best; fewer while little is known of it
-)
+PROBE_EVERY = 16  # dispatches between two looks at a proposer that is nearly the best; fewer while little is known
 LONGER = 4  # times as many for one that is much slower
 PROBE_STEPS = 2
 CONFIRM_AFTER = 2  # dispatches between a change of the best and another look at the one before it

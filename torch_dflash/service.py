@@ -11,6 +11,7 @@ from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.options import GREEDY, Sampling
 from torch_dflash.pace import Adaptive, Pace, Steady
 from torch_dflash.pair import Pair
+from torch_dflash.propose import DFlash
 from torch_dflash.requests import Request
 from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity
@@ -75,6 +76,8 @@ def make_pace(pair: Pair, method: str | None, num_drafts: int | str | None) -> P
     full = pair.proposer(method, None)
     if full.num_drafts == 0:
         raise InputError('num_drafts is "auto": plain decoding drafts nothing, leave it out')
+    if not isinstance(full, DFlash):
+        raise InputError('num_drafts is "auto": that is for DFlash drafters, give an EAGLE-3 head a number')
     fewer = sorted({full.num_drafts, full.num_drafts // 2, 0}, reverse=True)
     return Adaptive(tuple(replace(full, num_drafts=n) for n in fewer))
 
