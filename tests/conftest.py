@@ -1,16 +1,28 @@
 """Fixtures that several test files share. Loaded once: loading and compiling cost more than most tests."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 from helpers import Loaded, golden, load, write_drafter, write_target
+from jax.experimental.compilation_cache import compilation_cache
 from layout_files import write_pair
 
 from torch_dflash import Pair, load_pair
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_lasting_cache() -> Iterator[None]:
+    """The commands keep compiled programs on disk; a command that ran in a test must not do so for later tests."""
+    yield
+    if jax.config.jax_compilation_cache_dir is not None:
+        jax.config.update("jax_compilation_cache_dir", None)
+        compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")
