@@ -104,8 +104,8 @@ def test_drafting_is_switched_on_and_off_in_the_middle(tiny: Loaded) -> None:
         logits = reference.draft_logits(tiny.target, tiny.drafter, tiny.config, features, ids[entry.start])
         assert entry.proposed == logits.argmax(-1).tolist()[: len(entry.proposed)]
     used = [len(entry.proposed) for entry in result.trace or ()]
-    assert used[:3] == [3, 1, 0]
-    assert max(used[3:]) > 0, "drafting is not taken up again"
+    assert used[:6] == [3, 3, 1, 1, 0, 0]
+    assert max(used[6:]) > 0, "drafting is not taken up again"
 
 
 def test_stop_strings_of_the_trained_pair() -> None:
