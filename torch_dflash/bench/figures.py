@@ -26,8 +26,8 @@ DEFINITIONS = {
     "speed_up": "plain decoding's tpot / this method's, with a 95% bootstrap interval over batches (prompts, where one "
     f"row is used), {RESAMPLES} resamples; none for a single batch",
     "equal": "prompts whose tokens equal plain decoding's, all of them",
-    "divergence": "of the others: index of the first other new token, and there the logit of plain decoding's token - logit "
-    "of the other one, by the target's prefill in the run's dtype, before temperature",
+    "divergence": "of the others: index of the first other new token, and there logit of plain decoding's token - "
+    "logit of the other one, by the target's prefill in the run's dtype, before temperature",
 }
 
 

@@ -82,10 +82,13 @@ def warm_engine(pair: Pair, pace: Pace, requests: Sequence[Request], bench: Benc
     """An engine large enough for all of a set's requests, with everything compiled that they may need, and a batch
     behind it: prompts read backwards, so that the real ones find nothing of theirs in the pages."""
     engine = engine_for(pair, pace, list(requests), bench.rows, bench.steps_per_dispatch)
+    queued = [engine.submit(request) for request in requests]
+    engine.warm_up()  # for all that is queued
+    for run in queued:
+        engine.cancel(run)
     for request in requests[: bench.rows]:
         tokens = min(WARM_UP_TOKENS, request.max_new_tokens)
         engine.submit(replace(request, prompt_ids=request.prompt_ids[::-1], max_new_tokens=tokens))
-    engine.warm_up_all()
     while not engine.idle:
         engine.step()
     return engine
