@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import BYTES_PAIR
 from matplotlib.image import imread
+from torch import float32
 from transformers import PreTrainedTokenizerFast
 
 import torch_dflash
@@ -19,6 +20,8 @@ from torch_dflash.bench.datasets import NAMED, OWN, Dataset, read_datasets
 from torch_dflash.bench.runner import Bench, check_thinking, requests_of
 from torch_dflash.cli import main
 from torch_dflash.errors import InputError
+from torch_dflash.pair import load_drafter, load_target
+from torch_dflash.reference import dflash, greedy
 
 TEXTS = ("def f(self):", "import os", "class Stack:")  # short: one width of prefill to compile
 OTHERS = ("import sys\n", "def is_ok(name):", "for key in", "never asked")
@@ -70,20 +73,21 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
     return folder / "run", command
 
 
-def test_every_method_writes_what_generate_writes(finished: tuple[Path, list[str]]) -> None:
+def test_every_method_writes_what_the_oracle_writes(finished: tuple[Path, list[str]]) -> None:
     """Tokens and accept counts, prompt by prompt: nothing is lost or mixed up between rows, batches and sets."""
     texts = {"python": TEXTS, "other": OTHERS[:3]}
-    pair = torch_dflash.load_pair("bytes", "bytes")
+    target = load_target(BYTES_PAIR / "target", float32)[1]
+    config, drafter = load_drafter(BYTES_PAIR / "draft", float32)
     for name, some in texts.items():
         batches = [line for line in lines_of(finished[0]) if line["dataset"] == name]
         assert [batch["first"] for batch in batches] == [0, 2]
-        for method in ("plain", "dflash"):
-            found = [outcome for batch in batches for outcome in batch["outcomes"][method]]
-            alone = torch_dflash.generate(pair, list(some), 24, method=method, trace=True)
-            assert [o["token_ids"] for o in found] == [result.token_ids for result in alone]
-            assert [o["accepted"] for o in found] == [[e.accepted for e in result.trace or ()] for result in alone]
-            assert [o["prompt_tokens"] for o in found] == [len(text) for text in some]
-            assert all(o["divergence"] is None for o in found)
+        found = {m: [outcome for batch in batches for outcome in batch["outcomes"][m]] for m in ("plain", "dflash")}
+        for text, plain, own in zip(some, found["plain"], found["dflash"], strict=True):
+            ids, trace = dflash(target, drafter, config, text.encode(), 24)
+            assert plain["token_ids"] == own["token_ids"] == ids == greedy(target, text.encode(), 24)
+            assert own["accepted"] == [entry.accepted for entry in trace] and plain["accepted"] == [0] * 23
+            assert plain["prompt_tokens"] == own["prompt_tokens"] == len(text)
+            assert plain["divergence"] is own["divergence"] is None
 
 
 def test_clocks_hold_together(finished: tuple[Path, list[str]]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import Loaded, prompt_of
 
-from torch_dflash.bench.divergence import compared, first_difference
+from torch_dflash.bench.divergence import compared, first_difference, judge
 from torch_dflash.bench.figures import RESAMPLES, Figures, SpeedUp, Spread, figures
 from torch_dflash.bench.plot import pictures
 from torch_dflash.bench.race import Lap, race
@@ -151,7 +151,7 @@ def test_a_planted_divergence_is_found_and_measured(tiny: Loaded) -> None:
     )
     engines = {"plain": engine_of(tiny.pair, "plain", requests, 2), "dflash": engine_of(other, "dflash", requests, 2)}
     laps = race(engines, requests)
-    found = compared(tiny.pair, requests, {name: lap.outcomes() for name, lap in laps.items()})
+    found = compared(judge(tiny.pair, requests), requests, {name: lap.outcomes() for name, lap in laps.items()})
     assert all(o.divergence is None for o in found["plain"])
     unequal = 0
     for request, own in zip(requests, found["dflash"], strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch_dflash.bench.datasets import Dataset
-from torch_dflash.bench.divergence import compared
+from torch_dflash.bench.divergence import compared, judge
 from torch_dflash.bench.methods import METHODS
 from torch_dflash.bench.race import race
 from torch_dflash.bench.records import Batch
@@ -69,11 +69,12 @@ def measure(pair: Pair, bench: Bench, dataset: str, requests: Sequence[Request],
         engines[name] = warm_engine(pair, pace, requests, bench)
         warm_up[name] = time.perf_counter() - begin
     num_drafts = {name: pace.proposers[0].num_drafts for name, pace in paces.items()}
+    referee = judge(pair, requests)
     for first in range(done, len(requests), bench.rows):
         batch = requests[first : first + bench.rows]
         laps = race(engines, batch)
         seconds = {name: lap.seconds for name, lap in laps.items()}
-        outcomes = compared(pair, batch, {name: lap.outcomes() for name, lap in laps.items()})
+        outcomes = compared(referee, batch, {name: lap.outcomes() for name, lap in laps.items()})
         yield Batch(dataset, first, num_drafts, warm_up, seconds, outcomes)
         warm_up = dict.fromkeys(warm_up, 0.0)
 
