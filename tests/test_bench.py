@@ -168,6 +168,12 @@ def figures_without_times(folder: Path) -> list[dict]:
     return [{name: result[name] for name in names} for result in results]
 
 
+def measured(folder: Path) -> bytes:
+    """What a run has written so far."""
+    path = folder / "batches.jsonl"
+    return path.read_bytes() if path.exists() else b""
+
+
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Killed by the system while it measures, its last line cut off: the next run keeps the whole lines, and ends with
     the figures of one that nobody disturbed."""
@@ -177,16 +183,16 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert main([*common, "--out", str(whole)]) == 0
     command = [sys.executable, "-m", "torch_dflash.cli", *common, "--out", str(killed)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ) as process:
-        while process.poll() is None and not (killed / "batches.jsonl").exists():
+        while process.poll() is None and b"\n" not in measured(killed):
             time.sleep(0.005)
         process.send_signal(signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
-    lines = (killed / "batches.jsonl").read_bytes()
+    lines = measured(killed)
     assert 0 < lines.count(b"\n") < 45 and not (killed / "report.json").exists()
     with (killed / "batches.jsonl").open("ab") as file:
         file.write(b'{"dataset": "pyth')
     assert main([*common, "--out", str(killed)]) == 0
-    assert (killed / "batches.jsonl").read_bytes().startswith(lines[: lines.rfind(b"\n") + 1])
+    assert measured(killed).startswith(lines[: lines.rfind(b"\n") + 1])
     assert figures_without_times(killed) == figures_without_times(whole)
     assert [line["first"] for line in lines_of(killed)] == list(range(0, 90, 2))
 

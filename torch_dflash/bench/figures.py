@@ -27,7 +27,8 @@ DEFINITIONS = {
     f"row is used), {RESAMPLES} resamples; none for a single batch",
     "equal": "prompts whose tokens equal plain decoding's, all of them",
     "divergence": "of the others: index of the first other new token, and there logit of plain decoding's token - "
-    "logit of the other one, by the target's prefill in the run's dtype, before temperature",
+    "logit of the other one, by the target's prefill in the run's dtype, before temperature. "
+    "The table has the median index, and the largest gap without its sign",
 }
 
 
