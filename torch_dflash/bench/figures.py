@@ -17,15 +17,15 @@ DEFINITIONS = {
     "prompts": "the first turn of each line of a set; of several turns the others are not used",
     "tau": "tokens kept per verify step: (new tokens - 1) / steps, of all prompts together",
     "accept_histogram": "[a]: steps in which exactly a drafts were accepted. A last step that the budget or a stop cut "
-    "short counts with all drafts that the target agreed with",
+    "short counts with all drafts that the target agreed with, as in the statistics of `generate`",
     "acceptance": "[k-1]: share of the steps whose first k drafts were all accepted",
     "ttft": "from the start of a batch to a prompt's first token on the host, median of the prompts (lowest, highest)",
-    "tpot": "seconds from first to last token / tokens behind the first, of all prompts together; beside it the median "
-    "of the prompts' own (lowest, highest)",
+    "tpot": "seconds from first to last token / tokens behind the first, of all prompts together; in brackets the "
+    "lowest and highest of the prompts' own",
     "tokens_per_second": "new tokens / seconds, prefill included, of all prompts together",
     "speed_up": "plain decoding's tpot / this method's, with a 95% bootstrap interval over batches (prompts, where one "
     f"row is used), {RESAMPLES} resamples; none for a single batch",
-    "equal": "prompts whose tokens equal plain decoding's, all of them",
+    "equal": "prompts all of whose tokens equal plain decoding's",
     "divergence": "of the others: index of the first other new token, and there logit of plain decoding's token - "
     "logit of the other one, by the target's prefill in the run's dtype, before temperature. "
     "The table has the median index, and the largest gap without its sign",
