@@ -7,6 +7,7 @@ import sys
 from typing import NoReturn
 
 from torch_dflash import batch_command, generate_command
+from torch_dflash.bench import command as bench_command
 from torch_dflash.doctor import command as doctor_command
 from torch_dflash.errors import InputError
 from torch_dflash.tpu import command as tpu_command
@@ -56,6 +57,15 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             help="answer a file of prompts",
             description="Answer a file of prompts, many at a time. As soon as one is answered, the next takes its "
             "place.",
+        )
+    )
+    bench_command.add_arguments(
+        commands.add_parser(
+            "bench",
+            help="measure methods beside plain decoding",
+            description="Answer the same prompts by several methods, which take turns step by step on one code path, "
+            "and report tau, accepted drafts, times, speed-ups over plain decoding with intervals, and whether outputs "
+            "are equal. May be interrupted: the same command goes on. Exit code 1: outputs differ in float32.",
         )
     )
     doctor_command.add_arguments(

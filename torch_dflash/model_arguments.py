@@ -13,19 +13,26 @@ SHIPPED = ("default", "bytes")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare which models run, and how: what all commands that write text share."""
-    add = parser.add_argument_group("models and how they run").add_argument
+    """Declare which models run, how, and by which method."""
+    group = add_pair_arguments(parser)
+    group.add_argument("--method", choices=("dflash", "eagle3", "plain"), help="plain: the target alone, the baseline")
+
+
+def add_pair_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Declare which models run, and how: what all commands that write text share. Returns the group of these."""
+    group = parser.add_argument_group("models and how they run")
+    add = group.add_argument
     add("--target", default="default", help="folder, Hugging Face hub id, default (SmolLM2-135M-Instruct) or bytes")
     add("--draft", default=None, help="drafter: folder, hub id, default or bytes; none decodes plainly")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="at most N tokens (default 128)")
     add("--block-size", type=int, metavar="B", help="block of the drafter, anchor included, if smaller than trained")
     add("--num-drafts", metavar="K", help="use K of the block's B-1 drafts in each step; auto: as many as pay")
-    add("--method", choices=("dflash", "eagle3", "plain"), help="plain: the target alone, the baseline")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="float32 (default) is exact")
     add("--tp", type=int, default=1, metavar="N", help="spread the models over N devices (by head, width, vocabulary)")
     add("--dp", type=int, default=1, metavar="N", help="spread the requests over N groups of such devices")
     add("--steps-per-dispatch", type=int, default=4, metavar="N", help="steps on the device between two reads (4)")
     add("--no-chat", action="store_true", help="do not apply the chat template of a chat model")
+    return group
 
 
 def use_compilation_cache() -> None:

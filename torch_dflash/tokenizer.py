@@ -49,17 +49,20 @@ def as_chat(text: str, tokenizer: PreTrainedTokenizerBase | None) -> Prompt:
     return [{"role": "user", "content": text}]
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
+def encode_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, thinking: bool | None = None
+) -> list[int]:
     """Token ids of a text (as it is), chat messages (through the chat template, once) or token ids (checked).
 
-    A text gets the special tokens that its tokenizer adds (Llama's BOS); never two BOS. Raises InputError.
+    A text gets the special tokens that its tokenizer adds (Llama's BOS); never two BOS. thinking: what a chat template
+    that knows `enable_thinking` gets as such; None leaves that to the template. Raises InputError.
     """
     if isinstance(prompt, str):
         ids: list[Any] = _encode_text(prompt, _needed(tokenizer, "text"))
     elif not isinstance(prompt, Sequence):
         raise InputError(f"prompt is of type {type(prompt).__name__}; give a text, messages or a list of token ids")
     elif any(isinstance(item, Mapping) for item in prompt):
-        ids = _encode_messages(prompt, _needed(tokenizer, "chat messages"))
+        ids = _encode_messages(prompt, _needed(tokenizer, "chat messages"), thinking)
     else:
         ids = [*prompt]
     if not ids:
@@ -84,15 +87,16 @@ def _encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
 
 
-def _encode_messages(messages: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encode_messages(messages: Any, tokenizer: PreTrainedTokenizerBase, thinking: bool | None) -> list[int]:
     for i, message in enumerate(messages):
         fields = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
         if not all(isinstance(field, str) for field in fields):
             raise InputError(f"prompt message {i} is {message!r}; each needs a text role and a text content")
     if not tokenizer.chat_template:
         raise InputError("prompt is chat messages, but the target's tokenizer has no chat_template; give a text")
+    switch = {} if thinking is None else {"enable_thinking": thinking}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **switch)
     except (TemplateError, ValueError, TypeError) as error:
         raise InputError(f"prompt messages do not suit the chat_template ({_one_line(error)})") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the special tokens

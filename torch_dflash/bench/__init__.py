@@ -1,0 +1,1 @@
+"""Measures methods beside plain decoding: one code path, interleaved, resumable."""
