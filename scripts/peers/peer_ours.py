@@ -1,13 +1,11 @@
-"""This project as a peer: DFlash or plain decoding."""
+"""This project as a peer: DFlash or plain decoding. Compilation is warm-up: nothing cached on disk is used."""
 
 from worker import Answer, Job
 
 from torch_dflash import generate, load_pair
-from torch_dflash.model_arguments import use_compilation_cache
 
 
 def load(job: Job) -> Answer:
-    use_compilation_cache()  # as the commands do
     pair = load_pair(job.target, job.draft if job.method == "dflash" else None, job.dtype)
 
     def answer(prompt_ids: list[int]) -> tuple[list[int], int]:
