@@ -73,7 +73,8 @@ class Worker:
         before, begin = busy_seconds(), time.perf_counter()
         said = self._ask({"prompt_ids": prompt.ids})
         whole = (time.perf_counter() - begin) * (os.cpu_count() or 1)
-        others = max(0.0, busy_seconds() - before - said["cpu_seconds"]) / whole
+        others = busy_seconds() - before - said["cpu_seconds"]
+        others = min(max(others / whole, 0.0), 1.0)  # the clock of the machine ticks in hundredths of seconds
         self.peak_bytes = said["peak_bytes"]
         return Answered(self.peer.name, number, repeat, said["seconds"], said["steps"], said["token_ids"], others)
 
