@@ -31,7 +31,7 @@ def refusal(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 BAD_ARGUMENTS = [
-    ({"method": "beam"}, "method 'beam'", '"dflash" or "plain"'),
+    ({"method": "beam"}, "method 'beam'", '"eagle3" or "plain"'),
     ({"num_drafts": 0}, "num_drafts is 0", "1..3"),
     ({"num_drafts": 4}, "num_drafts is 4", "1..3"),
     ({"num_drafts": True}, "num_drafts is True", "1..3"),
