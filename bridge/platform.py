@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as Spec
 
-from bridge.positions import doublings, pages_for, power_of_two
+from bridge.positions import doublings, pages_for, power_of_two, round_up
 
 NO_LOOP_MOTION = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
 TILE = 8  # heads: TPU memory is in tiles of 8 x 128
@@ -84,11 +84,11 @@ class Platform:
         if self.lanes == 1:
             return num_kv_heads
         own = num_kv_heads // self.model
-        return self.model * (power_of_two(own) if own <= TILE else -(-own // TILE) * TILE)
+        return self.model * (power_of_two(own) if own <= TILE else round_up(own, TILE))
 
     def stored_dim(self, head_dim: int) -> int:
         """Numbers of a head in a pool.  Example on TPU: 64 -> 128."""
-        return -(-head_dim // self.lanes) * self.lanes
+        return round_up(head_dim, self.lanes)
 
     def page_widths(self, pages_per_row: int, page_size: int) -> list[int]:
         """How many pages of each row attention may read, ascending; the last is all of them. The device takes the

@@ -50,6 +50,11 @@ def chunks(length: int, largest: int, smallest: int) -> list[tuple[int, int, int
     return [(at, n, power_of_two(n, smallest)) for at in starts for n in [min(largest, length - at)]]
 
 
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple that is >= number.  Example: (70, 8) -> 72."""
+    return -(-number // multiple) * multiple
+
+
 def pages_for(length: int, page_size: int) -> int:
     """Pages that hold `length` positions.  Example: (65, 64) -> 2."""
     return -(-length // page_size)

@@ -18,7 +18,7 @@ from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, SegmentI
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
 from bridge.jnp_attention import HIDDEN, Keys
-from bridge.positions import pages_for
+from bridge.positions import pages_for, round_up
 
 KV_BLOCK = 512  # positions that the kernels hold on chip at a time
 QUERY_BLOCK = 16
@@ -102,8 +102,12 @@ def flash(q: Array, context: Keys, block: Keys, masked: bool) -> Array:
     rows, width, heads, head_dim = q.shape
     kv_heads = context.key.shape[2]
     groups, slots = heads // kv_heads, context.key.shape[1] * context.key.shape[3] + width
-    kv_block = min(KV_BLOCK, _up(slots, LANES))
-    more, dim, queries = _up(slots, kv_block) - slots, _up(head_dim, LANES), _up(groups * width, SUBLANES)
+    kv_block = min(KV_BLOCK, round_up(slots, LANES))
+    more, dim, queries = (
+        round_up(slots, kv_block) - slots,
+        round_up(head_dim, LANES),
+        round_up(groups * width, SUBLANES),
+    )
 
     def both(first: Array, second: Array) -> Array:
         """[R,m,K,s,d] twice -> [R,K,slots,d]"""
@@ -135,8 +139,3 @@ def _bias(seen: Array, kv_heads: int, groups: int, queries: int) -> Array:
     every = jnp.broadcast_to(jnp.where(seen, 0.0, HIDDEN)[:, None, None], (rows, kv_heads, groups, width, slots))
     every = every.reshape(rows, kv_heads, groups * width, slots)
     return jnp.pad(every, ((0, 0), (0, 0), (0, queries - groups * width), (0, 0)))
-
-
-def _up(number: int, multiple: int) -> int:
-    """Example: (70, 8) -> 72."""
-    return -(-number // multiple) * multiple

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bridge.positions import block_positions, chunks, pages_for, power_of_two, slots
+from bridge.positions import block_positions, chunks, pages_for, power_of_two, round_up, slots
 
 PAGE_SIZE, NUM_SLOTS = 4, 40
 
@@ -92,3 +92,8 @@ def test_chunks_lose_nothing_and_repeat_nothing() -> None:
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
 def test_pages_for(length: int, expected: int) -> None:
     assert pages_for(length, 64) == expected
+
+
+@pytest.mark.parametrize(("number", "multiple", "result"), [(70, 8, 72), (72, 8, 72), (1, 128, 128), (0, 8, 0)])
+def test_round_up(number: int, multiple: int, result: int) -> None:
+    assert round_up(number, multiple) == result

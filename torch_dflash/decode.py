@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from bridge.attention import make_pool
 from bridge.platform import Platform
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import Choose, RowOptions
-from torch_dflash.state import Capacity, Chunk, DecodeState, Round, place, put_rows, take_rows
+from torch_dflash.state import Capacity, Chunk, DecodeState, Round, empty_pool, place, put_rows, take_rows
 from torch_dflash.verify import TargetFunctions, run_target, verify, write_ids
 
 
@@ -34,15 +33,7 @@ def make_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, 
 def empty_state(target: TargetFunctions, proposer: Proposer, capacity: Capacity, dtype: jnp.dtype) -> DecodeState:
     """Zeros, wherever JAX puts them."""
     block, rows = target.config.block, capacity.rows
-    pool = make_pool(
-        target.config.num_layers,
-        capacity.num_pages,
-        capacity.page_size,
-        block.num_kv_heads,
-        block.head_dim,
-        dtype,
-        target.platform,
-    )
+    pool = empty_pool(block, target.config.num_layers, capacity, dtype, target.platform)
     committed_len, anchor, budget = (jnp.zeros(rows, jnp.int32) for _ in range(3))  # three arrays: each is donated
     history = jnp.zeros((rows, capacity.slots_per_row), jnp.int32)
     return DecodeState(pool, committed_len, anchor, budget, history, proposer.make_state(capacity, dtype))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridge.attention import draft_attention, make_pool
+from bridge.attention import draft_attention
 from bridge.context import append, make_context
 from bridge.draft_cache import write_context
 from bridge.positions import block_positions
@@ -20,7 +20,7 @@ from bridge.views import Params, lower
 from torch_dflash.config import DrafterConfig
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.sampling import greedy
-from torch_dflash.state import Capacity, DecodeState, DraftState
+from torch_dflash.state import Capacity, DecodeState, DraftState, empty_pool
 from torch_dflash.verify import TargetFunctions
 
 AllParams = dict[str, Params]  # {"target": ..., "drafter": ...}
@@ -150,15 +150,7 @@ class DFlash:
 
     def make_state(self, capacity: Capacity, dtype: Any) -> DraftState:
         block, rows = self.config.block, capacity.rows
-        pool = make_pool(
-            len(self.config.layers),
-            capacity.num_pages,
-            capacity.page_size,
-            block.num_kv_heads,
-            block.head_dim,
-            dtype,
-            self.target.platform,
-        )
+        pool = empty_pool(block, len(self.config.layers), capacity, dtype, self.target.platform)
         context = make_context(rows, self.config.block_size, len(self.taps) * block.hidden_size, dtype)
         return DraftState(pool, context, jnp.zeros(rows, jnp.int32))
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bridge.attention import make_pool, paged_attention
+from bridge.attention import paged_attention
 from bridge.context import append, make_context
 from bridge.positions import block_positions
 from bridge.views import lower
@@ -19,7 +19,7 @@ from torch_dflash.config import Eagle3Config
 from torch_dflash.models.eagle3 import Eagle3
 from torch_dflash.propose import AllParams
 from torch_dflash.sampling import greedy
-from torch_dflash.state import Capacity, DecodeState, Eagle3State
+from torch_dflash.state import Capacity, DecodeState, Eagle3State, empty_pool
 from torch_dflash.verify import TargetFunctions
 
 
@@ -55,15 +55,7 @@ class Eagle3Drafts:
 
     def make_state(self, capacity: Capacity, dtype: Any) -> Eagle3State:
         block, rows = self.head.config.block, capacity.rows
-        pool = make_pool(
-            1,
-            capacity.num_pages,
-            capacity.page_size,
-            block.num_kv_heads,
-            block.head_dim,
-            dtype,
-            self.target.platform,
-        )
+        pool = empty_pool(block, 1, capacity, dtype, self.target.platform)
         context = make_context(rows, self.num_drafts + 1, len(self.taps) * block.hidden_size, dtype)
         return Eagle3State(pool, context, jnp.zeros(rows, jnp.int32), jnp.zeros((rows, block.hidden_size), dtype))
 

@@ -12,8 +12,10 @@ import jax
 from jax import Array
 from jax.sharding import PartitionSpec as Spec
 
+from bridge.attention import make_pool
 from bridge.context import ContextBuffer
 from bridge.platform import HEADS, POOL, ROWS, Platform
+from torch_dflash.config import BlockConfig
 
 
 @jax.tree_util.register_dataclass
@@ -172,3 +174,9 @@ class Capacity:
     def slots_per_row(self) -> int:
         """Positions that fit in one row."""
         return self.pages_per_row * self.page_size
+
+
+def empty_pool(block: BlockConfig, num_layers: int, capacity: Capacity, dtype: Any, platform: Platform) -> Array:
+    """A K/V pool for so many layers of this shape."""
+    pages = capacity.num_pages, capacity.page_size
+    return make_pool(num_layers, *pages, block.num_kv_heads, block.head_dim, dtype, platform)

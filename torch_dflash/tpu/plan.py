@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from bridge.positions import pages_for, power_of_two
 from torch_dflash.config import DrafterConfig, TargetConfig
+from torch_dflash.engine import PAGE_SIZE
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.sharding import check_divides
 from torch_dflash.tpu.chips import GIGA, Chip
 from torch_dflash.tpu.roofline import drafter_parameters, feature_bytes, kv_bytes, target_parameters
 
-PAGE_SIZE = 64
 MOST_ROWS = 2**16
 
 
