@@ -6,7 +6,8 @@ Definition. 3 R requests, each --new-tokens tokens (end-of-text ignored), on an 
 tokens / the engine's time from the first submit to the last token, prefill included, compilation apart. The methods'
 engines take turns, one step each, since a machine is fast and slow in spells of seconds; a ratio is taken within one
 repeat. Three requests a row: with one, most of what is seen is how the last rows end, alone. "auto" is
-num_drafts="auto": the engine measures and chooses. Every engine gets a first batch that is not counted, so that auto
+num_drafts="auto": the engine measures and chooses. A dispatch's rows are padded to a power of two, as in an open
+engine. Every engine gets a first batch that is not counted, so that auto
 has its measurements as a server would. The last line is one JSON document.
 """
 
@@ -48,7 +49,7 @@ def measure(pair: Pair, prompts: list[str], rows: int, new_tokens: int, repeats:
     requests = [make_request(pair, as_chat(text, pair.tokenizer), new_tokens, stop_ids=()) for text in texts]
     engines = {}
     for name, (method, num_drafts) in METHODS.items():
-        engine = engines[name] = engine_for(pair, make_pace(pair, method, num_drafts), requests, rows, 8)
+        engine = engines[name] = engine_for(pair, make_pace(pair, method, num_drafts), requests, rows, 8, finer_by=2)
         for request in requests[-EACH * rows :]:
             engine.submit(request)
         engine.warm_up()

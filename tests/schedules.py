@@ -19,7 +19,7 @@ from torch_dflash.pace import Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Proposer
 from torch_dflash.requests import Request, Run
-from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.state import Capacity, Chunk, Round, Until
 from torch_dflash.tokenizer import load_tokenizer
 
 Answer = tuple[list[int], list[TraceEntry], str | None]
@@ -170,12 +170,11 @@ class Observed(Device):
         return super().prefill(row, table, choice, prompt, start, chunk)
 
     def decode(
-        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
+        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, until: Until
     ) -> tuple[Round, int]:
-        if num_steps > 0:  # else the engine warms up
-            check_dispatch(rows, tables, self.capacity)
-            self.seen.update(["dispatches", f"dispatches of {len(rows)}"])
-        return super().decode(rows, tables, choices, proposer, num_steps)
+        check_dispatch(rows, tables, self.capacity)
+        self.seen.update(["dispatches", f"dispatches of {len(rows)}"])
+        return super().decode(rows, tables, choices, proposer, until)
 
 
 class Alone:

@@ -25,7 +25,7 @@ from torch_dflash.pace import Pace, Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Plain, Proposer
 from torch_dflash.sampling import choose
-from torch_dflash.state import Capacity, Chunk, DecodeState, DraftState, Round
+from torch_dflash.state import Capacity, Chunk, DecodeState, DraftState, Round, Until
 
 LETTERS = [letter.encode() for letter in ("a", "b", "c", "é", "你")]
 LONGEST_ANSWER = 40
@@ -129,7 +129,7 @@ class StandIn:
         return np.array([token]), np.zeros(1)
 
     def decode(
-        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
+        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, until: Until
     ) -> tuple[Round, int]:
         assert not self.under_way, "a chunk's time would count as the dispatch's"
         self.widths.append(len(rows))
@@ -137,7 +137,7 @@ class StandIn:
         active = [row for row in rows if row < self.capacity.rows]
         assert (self.state.budget[active] > 0).all(), "a finished row takes part"
         assert all(self.choices[row] is choice for row, choice in zip(rows, choices, strict=False) if row in active)
-        assert 0 < num_steps <= self.max_steps and proposer in self.proposers
+        assert 0 < until.steps <= self.max_steps and proposer in self.proposers
         shape, width = (self.max_steps, len(rows)), proposer.num_drafts + 1
         junk = np.full((*shape, width), 77, np.int32)  # what the host must not look at
         rounds = Round(
@@ -149,7 +149,7 @@ class StandIn:
             num_accepted=junk[:, :, 0].copy(),
         )
         count = 0
-        while count < num_steps and self.state.budget[active].any():
+        while count < until.steps and (self.state.budget[active] > 0).sum() >= until.active:
             for column, row in enumerate(active):
                 if self.state.budget[row] > 0:
                     self._round(row, tables[column], proposer.num_drafts, rounds, (count, column))

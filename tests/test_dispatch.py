@@ -18,7 +18,7 @@ from torch_dflash.options import NOTHING, row_options
 from torch_dflash.pace import Steady
 from torch_dflash.requests import Request, Run
 from torch_dflash.sampling import choose, choose_greedily
-from torch_dflash.state import Capacity, Chunk, DecodeState
+from torch_dflash.state import Capacity, Chunk, DecodeState, Until
 
 PROMPTS = [prompt_of(n) for n in (5, 1, 16, 9, 7)]
 POISON = 1e4
@@ -109,7 +109,7 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
     options, first = row_options([NOTHING] * 4, 1, 1), row_options([NOTHING], 1, 1)
     state, prompts = engine.device.state, np.zeros((1, 32), np.int32)
     decode = decode_program(target.platform).lower(
-        target, proposer, choose, 2, params, state, rows, tables, options, np.int32(2)
+        target, proposer, choose, 2, params, state, rows, tables, options, Until(np.int32(2), np.int32(1))
     )
     chunk = Chunk(np.zeros((1, 16), np.int32), one, one)
     prefill = prefill_program().lower(
@@ -119,6 +119,21 @@ def test_a_dispatch_does_not_talk_to_the_host(tiny: Loaded) -> None:
         assert "stablehlo.dot_general" in program
         for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
             assert word not in program
+
+
+@pytest.mark.parametrize(("waiting", "tokens"), [(False, [3, 9]), (True, [3, 3])])
+def test_a_dispatch_ends_with_a_row_when_a_request_waits_for_one(
+    tiny: Loaded, waiting: bool, tokens: list[int]
+) -> None:
+    """Two rows of 8-step dispatches, the first one's budget is 3: the other goes on alone only if nobody waits."""
+    pace = Steady(tiny.pair.proposer("plain", None))
+    engine = Engine(Device(tiny.pair, pace.proposers, Capacity.whole(2, 2, 16), 8, choose_greedily), pace)
+    runs = [engine.submit(Request(i, tuple(PROMPTS[i]), budget, ())) for i, budget in enumerate((3, 12))]
+    engine.step()
+    if waiting:
+        engine.submit(Request(2, tuple(PROMPTS[2]), 4, ()))
+    engine.step()
+    assert [len(run.token_ids) for run in runs] == tokens
 
 
 def test_invariants_hold_after_every_dispatch(tiny: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

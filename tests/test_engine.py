@@ -52,6 +52,19 @@ def test_a_long_prompt_does_not_stop_decoding_rows() -> None:
     finish(engine)
 
 
+def test_a_dispatch_is_short_while_a_prompt_waits_for_its_next_chunk() -> None:
+    engine = stand_in_engine(Capacity.whole(2, 16, 64), 1024, 8, ONE)
+    short = engine.submit(Request(0, prompt(5), 30, ()))
+    engine.step()
+    long, moves = engine.submit(Request(1, prompt(900), 4, ())), []
+    while not long.token_ids:
+        before = len(short.token_ids)
+        engine.step()
+        moves.append(len(short.token_ids) - before)
+    assert moves == [4, 0, 4, 0, 4, 0, 4, 0]
+    finish(engine)
+
+
 def test_prompts_are_processed_in_the_order_of_their_requests() -> None:
     """Not in the order of their rows: short ones that come and go in the first row would starve the others."""
     engine = stand_in_engine(Capacity.whole(2, 16, 64), 1024)

@@ -47,8 +47,8 @@ def test_the_best_is_used_and_the_others_are_probed(
     assert share(chosen[6:])[best] > 0.8
     for other in {FULL, HALF, NONE} - {best}:
         at = [i for i, (p, _) in enumerate(chosen) if p == other]
-        gaps = [b - a for a, b in itertools.pairwise(at)]
-        assert gaps and max(gaps) <= LONGER * PROBE_EVERY + 2  # never starved
+        gaps = [sum(steps for _, steps in chosen[a:b]) for a, b in itertools.pairwise(at)]
+        assert gaps and max(gaps) <= LONGER * PROBE_EVERY + 16  # steps: never starved
         assert min(gaps[4:]) >= PROBE_EVERY  # and not in the way
         assert gaps[1] < PROBE_EVERY  # but seen again soon while little is known
     assert all(steps == (8 if p == best else PROBE_STEPS) for p, steps in chosen[6:])

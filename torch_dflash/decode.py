@@ -16,7 +16,7 @@ from bridge.platform import Platform
 from torch_dflash.accept import accept
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import Choose, RowOptions
-from torch_dflash.state import Capacity, Chunk, DecodeState, Round, empty_pool, place, put_rows, take_rows
+from torch_dflash.state import Capacity, Chunk, DecodeState, Round, Until, empty_pool, place, put_rows, take_rows
 from torch_dflash.verify import TargetFunctions, run_target, verify, write_ids
 
 
@@ -148,10 +148,10 @@ def decode(
     rows: Array,
     tables: Array,
     options: RowOptions,
-    num_steps: Array,
+    until: Until,
 ) -> tuple[DecodeState, Round, Array]:
-    """Up to num_steps <= max_steps rounds of the rows `rows` int32[r], fewer when all are finished, but one at least
-    (a warm-up has nobody to decode for). No host sync inside.
+    """Rounds of the rows `rows` int32[r], at most max_steps; but one at least (a warm-up has nobody to decode for). No
+    host sync inside.
 
     Row numbers >= R fill up a dispatch and do nothing; the rows not named stay as they are. Returns the state, the
     rounds (leading axis max_steps; those from the count on are padding) and their count int32.
@@ -167,8 +167,8 @@ def decode(
     )
 
     def unfinished(carry: tuple[DecodeState, Round, Array]) -> Array:
-        some = (carry[0].budget > 0).any()
-        return (carry[2] < num_steps) & (some | (carry[2] == 0))
+        active = (carry[0].budget > 0).sum()
+        return (carry[2] < until.steps) & ((active >= until.active) | (carry[2] == 0))
 
     def one(carry: tuple[DecodeState, Round, Array]) -> tuple[DecodeState, Round, Array]:
         state, rounds, count = carry

@@ -16,7 +16,7 @@ from torch_dflash.options import NOTHING, Choice, row_options
 from torch_dflash.pair import Pair, timed
 from torch_dflash.propose import Proposer
 from torch_dflash.sampling import Choose, RowOptions, choose
-from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.state import Capacity, Chunk, Round, Until
 
 log = logging.getLogger("torch_dflash")
 
@@ -78,10 +78,10 @@ class Device:
         return token, logprob
 
     def decode(
-        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, num_steps: int
+        self, rows: Sequence[int], tables: np.ndarray, choices: Sequence[Choice], proposer: Proposer, until: Until
     ) -> tuple[Round, int]:
-        """Up to num_steps rounds of `rows`, a row R standing for none; waits for the result. Returns the rounds, fields
-        [max_steps,r,...], and their count."""
+        """Rounds of `rows`, a row R standing for none, at most max_steps; waits for the result. Returns the rounds,
+        fields [max_steps,r,...], and their count."""
         self.state, rounds, count = decode_program(self.pair.target.platform)(
             self.pair.target,
             proposer,
@@ -92,7 +92,7 @@ class Device:
             np.array(rows, np.int32),
             tables,
             self._options(choices),
-            np.int32(num_steps),
+            jax.tree.map(np.int32, until),
         )
         rounds, count = jax.device_get((rounds, count))
         return rounds, int(count)
@@ -116,7 +116,7 @@ class Device:
         program makes its kernels (XLA on CPU)."""
         for proposer in self.proposers:
             nobody = [self.capacity.rows] * rows
-            run = partial(self.decode, nobody, self._no_tables(rows), [NOTHING] * rows, proposer, 1)
+            run = partial(self.decode, nobody, self._no_tables(rows), [NOTHING] * rows, proposer, Until(1, 1))
             shown = f"decode of {rows} row(s), {proposer.num_drafts} draft(s)"
             self._compile(("decode", rows, self.max_steps, proposer), shown, run)
 

@@ -18,7 +18,7 @@ from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
 from torch_dflash.requests import Request, Run
 from torch_dflash.sampling import choose_greedily
-from torch_dflash.state import Capacity, Chunk, Round
+from torch_dflash.state import Capacity, Chunk, Round, Until
 from torch_dflash.tokenizer import TextPieces
 
 PAGE_SIZE = 64  # the smallest page of the TPU kernel
@@ -183,16 +183,22 @@ class Engine:
         return list(active.values())
 
     def _dispatch(self, rows: list[int], choices: list[Choice]) -> tuple[Round, int]:
-        """Some rounds of the rows, with as many drafts as pay."""
-        proposer, num_steps = self.pace.choose(len(rows), self.device.max_steps)
+        """Some rounds of the rows, with as many drafts as pay. Where a request waits for a row, until one is free."""
+        proposer, num_steps = self.pace.choose(len(rows), self._most_steps())
+        until = Until(num_steps, sum(row < self.capacity.rows for row in rows) if self.waiting else 1)
         self.device.wait()  # a chunk that is still under way would count as this dispatch's time
         begin = time.perf_counter()
-        rounds, count = self.device.decode(rows, self.pages.table(rows), choices, proposer, num_steps)
+        rounds, count = self.device.decode(rows, self.pages.table(rows), choices, proposer, until)
         seconds = time.perf_counter() - begin
         accepted = rounds.num_accepted[:count][rounds.active[:count]].tolist()
         self.pace.observe(Measured(len(rows), proposer, count, seconds, accepted))
         self.dispatch_seconds += seconds
         return rounds, count
+
+    def _most_steps(self) -> int:
+        """Rows that are still being prefilled wait for the dispatch's end: it is shorter then."""
+        prefilling = any(run is not None and not run.decoding for run in self.rows)
+        return max(1, self.device.max_steps // 2) if prefilling else self.device.max_steps
 
     def _retire(self) -> None:
         """Free the rows whose requests have finished. The device need not know: a dispatch names its rows."""

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from torch_dflash.propose import Proposer
 
-PROBE_EVERY = 16  # dispatches between two looks at a proposer that is nearly the best; fewer while little is known
+PROBE_EVERY = 128  # steps between two looks at a proposer that is nearly the best; fewer while little is known
+FIRST_PROBE = 16  # steps from the first look to the second; then twice as many, and so on
 LONGER = 4  # times as many for one that is much slower
 PROBE_STEPS = 2
-CONFIRM_AFTER = 2  # dispatches between a change of the best and another look at the one before it
+CONFIRM_AFTER = 16  # steps between a change of the best and another look at the one before it
 NEWEST = 0.2  # weight of the newest dispatch in a mean, at least
 NEWEST_PROBE = 0.5  # probes are few
 SETTLED = 32  # accept counts, of one row in one step, that weigh as much as all before them: texts change quickly
@@ -88,7 +89,7 @@ class Adaptive:
     seconds: dict[tuple[int, Proposer], Mean] = field(default_factory=dict)  # (rows, proposer) -> of one step
     kept: dict[Proposer, Mean] = field(default_factory=dict)  # tokens that a row keeps of one step
     begun: set[tuple[int, Proposer]] = field(default_factory=set)  # the first dispatch of a program may make kernels
-    waited: dict[tuple[int, Proposer], int] = field(default_factory=dict)  # dispatches since its last one
+    waited: dict[tuple[int, Proposer], int] = field(default_factory=dict)  # steps since its last one
     best: dict[int, Proposer] = field(default_factory=dict)  # rows -> the last choice that was no probe
     last: tuple[int, Proposer, float] | None = None  # rows, proposer and seconds of a step of the last dispatch
 
@@ -106,14 +107,14 @@ class Adaptive:
         return (stale[0], min(PROBE_STEPS, max_steps)) if stale else (best, max_steps)
 
     def _patience(self, rows: int, proposer: Proposer, times_slower: float) -> int:
-        """Dispatches from one look at it to the next. A look at a slow one costs more, so it has to wait longer."""
-        often = min(2 ** self.seconds[rows, proposer].count, PROBE_EVERY)
+        """Steps from one look at it to the next. A look at a slow one costs more, so it has to wait longer."""
+        often = min(FIRST_PROBE * 2 ** (self.seconds[rows, proposer].count - 1), PROBE_EVERY)
         return round(often * min(times_slower, LONGER))
 
     def observe(self, measured: Measured) -> None:
         rows, used = measured.rows, measured.proposer
         for proposer in self.proposers:
-            self.waited[rows, proposer] = self.waited.get((rows, proposer), 0) + 1
+            self.waited[rows, proposer] = self.waited.get((rows, proposer), 0) + measured.steps
             if measured.accepted and proposer.num_drafts <= used.num_drafts:
                 kept = [min(a, proposer.num_drafts) + 1 for a in measured.accepted]
                 _add(self.kept, proposer, sum(kept) / len(kept), max(NEWEST, len(kept) / (len(kept) + SETTLED)))

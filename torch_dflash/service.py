@@ -122,15 +122,16 @@ def open_engine(
     return engine
 
 
-def engine_for(pair: Pair, pace: Pace, requests: list[Request], most_rows: int, steps: int) -> Engine:
+def engine_for(
+    pair: Pair, pace: Pace, requests: list[Request], most_rows: int, steps: int, finer_by: int = 8
+) -> Engine:
     """An engine just large enough for these requests; shapes are powers of two, so that other batches can share its
-    programs."""
+    programs. Few buckets (`finer_by`): such an engine lives as long as its batch, and each is a program to compile."""
     limit, num_drafts = pair.target.config.context_limit, pace.proposers[0].num_drafts
     longest = max(positions_needed(r, num_drafts, limit) for r in requests)
     pages_per_row = min(power_of_two(pages_for(longest, PAGE_SIZE)), pages_for(limit, PAGE_SIZE))
     rows = min(power_of_two(len(requests)), most_rows)
     steps = min(steps, power_of_two(max(r.max_new_tokens for r in requests)))
     greedy = all(request.sampling.is_greedy for request in requests)
-    # Few buckets: such an engine lives as long as its batch, and each is a program to compile.
-    capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by=8, groups=pair.target.platform.data)
+    capacity = Capacity.whole(rows, pages_per_row, PAGE_SIZE, finer_by, pair.target.platform.data)
     return Engine(Device(pair, pace.proposers, capacity, steps, choose_greedily if greedy else choose), pace)

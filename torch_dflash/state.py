@@ -128,6 +128,15 @@ class Round:
     num_accepted: Array  # int32[r]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Until:
+    """When a dispatch ends: after `steps` rounds, or as soon as fewer than `active` rows still have a budget."""
+
+    steps: int | Array
+    active: int | Array
+
+
 @dataclass(frozen=True)
 class Capacity:
     """The shapes of the decoding memory.

@@ -24,7 +24,7 @@ from torch_dflash.propose import Proposer, lower_drafter
 from torch_dflash.sampling import choose_greedily
 from torch_dflash.sharding import axes_of, check_divides
 from torch_dflash.stacked import stack_layers, turn
-from torch_dflash.state import Capacity, Chunk
+from torch_dflash.state import Capacity, Chunk, Until
 from torch_dflash.verify import lower_target
 
 
@@ -92,7 +92,7 @@ def lower_decode(pair: Pair, proposer: Proposer, workload: Workload, max_steps: 
         _ints(platform, (rows,)),
         _ints(platform, (rows, pages)),
         options,
-        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.int32), Until(1, 1)),
     )
 
 
