@@ -11,7 +11,7 @@ from jax import Array
 from torch_dflash import reference
 from torch_dflash.engine import Engine
 from torch_dflash.metrics import TraceEntry
-from torch_dflash.propose import AllParams, Plain
+from torch_dflash.propose import AllParams, Guess, Plain
 from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity, DecodeState
 
@@ -27,7 +27,7 @@ class Told(Plain):
     texts: tuple[tuple[int, ...], ...] = ()  # the token at each position, prompt included
     wrong_at: tuple[int, ...] = ()
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, None]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, None]:
         position = state.committed_len[:, None] + 1 + jnp.arange(self.num_drafts)
         row = self.row(state)
         right = jnp.take_along_axis(jnp.array(self.texts)[row], jnp.minimum(position, LENGTH - 1), axis=1)

@@ -19,6 +19,7 @@ from test_dispatch import compilations
 from torch_dflash import Result, generate, reference
 from torch_dflash.engine import Engine
 from torch_dflash.options import GREEDY, Sampling
+from torch_dflash.pair import Pair
 from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity
 
@@ -100,6 +101,30 @@ def test_the_joint_distribution_is_exact(
     accepted = Counter(entry.accepted for run in runs for entry in run.trace)
     assert min(accepted[0], accepted[1], accepted[2] + accepted[3]) > 0
     assert len({tuple(run.token_ids) for run in runs}) > 10
+
+
+def knowing_nothing(tiny: Loaded) -> Pair:
+    """The pair with weights that leave both models one and the same distribution, whatever the text: no layer adds
+    anything, all tokens have one embedding, and the head is random."""
+    target, drafter = dict(tiny.pair.params["target"]), dict(tiny.pair.params["drafter"])
+    for params in (target, drafter):
+        for name in params:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                params[name] = params[name] * 0
+    drafter["norm.weight"] = target["norm.weight"]
+    embedding = target["embed_tokens.weight"]
+    target["embed_tokens.weight"] = embedding * 0 + embedding[3]
+    return replace(tiny.pair, params={"target": target, "drafter": drafter})
+
+
+@pytest.mark.parametrize("num_drafts", [1, None])
+def test_a_drafter_that_knows_the_distribution_is_always_right(tiny: Loaded, num_drafts: int | None) -> None:
+    """Since it draws with the target's noise, at any temperature; the likeliest token would be right now and then."""
+    pair = knowing_nothing(tiny)
+    unpenalised = [*MIXED[:4], MIXED[5]]
+    for run in run_engine(pair, pair.proposer("dflash", num_drafts), requests_of(unpenalised), ROWS):
+        assert all(entry.accepted == len(entry.proposed) for entry in run.trace)
+        assert len(set(run.token_ids)) > 2
 
 
 LONG = prompt_of(270, seed=3)  # prefilled in two chunks

@@ -101,12 +101,22 @@ def step(
     """One round for every active row. tables int32[R,M]."""
     num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
     state = replace(state, draft=proposer.absorb(params, state, tables))
-    draft_ids, draft = proposer.draft(params, state, tables)
+    guess = functools.partial(guess_ids, choose, state, options)
+    draft_ids, draft = proposer.draft(params, state, tables, guess)
     state = replace(state, draft=draft)
     state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, choose, options)
     num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
     done = Round(state.committed_len, num_new > 0, draft_ids, said.target_ids, said.logprobs, num_accepted)
     return commit(proposer, state, done, bonus, said.features, options.stop_ids), done
+
+
+def guess_ids(choose: Choose, state: DecodeState, options: RowOptions, logits: Array) -> Array:
+    """A drafter's logits [R,K,V] behind the positions committed_len.. -> int32[R,K], chosen as the target's tokens will
+    be and with the same noise; of the tokens that penalties count, those up to the anchor are known."""
+    unknown = jnp.arange(state.history.shape[1]) > state.committed_len[:, None]
+    ids = jnp.where(unknown, logits.shape[-1], state.history)
+    unasked = replace(options, logprobs=jnp.zeros_like(options.logprobs))
+    return choose(logits, ids, state.committed_len, unasked)[0]
 
 
 def block_length(state: DecodeState, width: int, context_limit: int) -> Array:

@@ -24,6 +24,7 @@ from torch_dflash.state import Capacity, DecodeState, DraftState, empty_pool
 from torch_dflash.verify import TargetFunctions
 
 AllParams = dict[str, Params]  # {"target": ..., "drafter": ...}
+Guess = Callable[[Array], Array]  # logits [R,K,V] behind the positions committed_len.. -> ids int32[R,K]
 
 
 class Proposer(Protocol):
@@ -63,7 +64,7 @@ class Proposer(Protocol):
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> Any:
         """Draft state in which draft_len equals committed_len, after at most num_drafts + 1 new positions."""
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, Any]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, Any]:
         """draft_ids int32[R,K], draft_ids[:, j] for position committed_len + j + 1; and the draft state."""
 
     def commit(self, draft: Any, features: Array, num_new: Array) -> Any:
@@ -99,7 +100,7 @@ class Plain:
     def absorb(self, params: AllParams, state: DecodeState, tables: Array) -> None:
         return None
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, None]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, None]:
         return jnp.zeros((state.anchor.shape[0], 0), jnp.int32), None
 
     def commit(self, draft: None, features: Array, num_new: Array) -> None:
@@ -192,7 +193,7 @@ class DFlash:
         return self._take(params, draft, tables, draft.context.features[:, :width], draft.draft_len, pending)
 
     @jax.named_scope("draft")
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, DraftState]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, DraftState]:
         draft, anchor = state.draft, state.anchor[:, None]
         assert draft is not None
         if self.num_drafts == 0:  # the context is kept up all the same, so that drafting can be taken up again
@@ -203,16 +204,17 @@ class DFlash:
         noise = self._embed(params, noise_ids)
         positions = block_positions(draft.draft_len, self.config.block_size)
         hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft, tables), None)
-        return self._best_ids(params, hidden[:, 1 : self.num_drafts + 1]), draft
+        return self._ids(params, hidden[:, 1 : self.num_drafts + 1], guess), draft
 
     def _embed(self, params: AllParams, ids: Array) -> Array:
         own = self.drafter.embed
         return self.target.embed(params["target"], ids) if own is None else own(params["drafter"], ids)
 
-    def _best_ids(self, params: AllParams, hidden: Array) -> Array:
-        """Normed hidden states [R,K,E] -> int32[R,K], ids of the target. A drafter's own head is never replaced."""
+    def _ids(self, params: AllParams, hidden: Array, guess: Guess) -> Array:
+        """Normed hidden states [R,K,E] -> int32[R,K], ids of the target. A drafter's own head is never replaced; it
+        knows fewer ids than the noise of `guess` has, so its likeliest are taken."""
         if self.drafter.head is None:
-            return greedy(self.target.logits(params["target"], hidden))
+            return guess(self.target.logits(params["target"], hidden))
         logits, target_ids = self.drafter.head
         return target_ids(params["drafter"], greedy(logits(params["drafter"], hidden)))
 

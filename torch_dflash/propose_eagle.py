@@ -17,7 +17,7 @@ from bridge.positions import block_positions
 from bridge.views import lower
 from torch_dflash.config import Eagle3Config
 from torch_dflash.models.eagle3 import Eagle3
-from torch_dflash.propose import AllParams
+from torch_dflash.propose import AllParams, Guess
 from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity, DecodeState, Eagle3State, empty_pool
 from torch_dflash.verify import TargetFunctions
@@ -88,7 +88,7 @@ class Eagle3Drafts:
         return self.prefill(params, draft, tables, features, next_ids, start, state.committed_len - start)
 
     @jax.named_scope("draft")
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, Eagle3State]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, Eagle3State]:
         draft: Any = state.draft
         active, hidden, pool = (state.budget > 0).astype(jnp.int32), draft.last, draft.pool
         ids = [self._best(params, hidden)]

@@ -1,9 +1,12 @@
 """From logits to token ids: the target's choice behind every position of a block, greedy or drawn, on the device.
 
 A draw is a function of the row's seed and the token's position, of nothing else: the same seed gives the same text
-whatever the neighbours, the block size or the drafts. Drafts are guesses of that choice: a draft x is accepted when the
-target draws x, which happens with probability p(x), and otherwise the token drawn follows p without x. So this is
-rejection sampling against one-hot drafts (the DFlash paper's rule), and exact.
+whatever the neighbours, the block size or the drafts. Drafts are guesses of that choice: one is accepted when the
+target draws it, and what is emitted is always the target's own draw. So this is exact, whatever the drafter does.
+
+A drafter guesses best with the noise that the target will draw with: where its distribution is the target's, every
+guess is right (Daliri, Musco and Suresh, arXiv:2408.07978; their drafter-invariant decoding). The DFlash paper's rule,
+the likeliest token against rejection sampling, is right with the probability of that token.
 
 Letters: R rows, T tokens, V vocabulary, N positions of a row, n stop ids, m biased ids.
 """
