@@ -54,3 +54,15 @@ def test_demo_takes_a_prompt_and_options() -> None:
     command = ["scripts/demo", "--target", "bytes", "--max-new-tokens", "8", "def display_name(self):"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.startswith("\n    ") and "8 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(("temperature", "tau", "share"), [("1e-6", "11.50", "1.00"), ("1000", "1.00", "0.00")])
+def test_the_bound_of_likeliest_tokens(tmp_path: Path, temperature: str, tau: str, share: str) -> None:
+    """Drawn nearly greedily, 23 tokens take 2 steps of 16; of 264 ids nearly equally likely, each step keeps one."""
+    prompts = tmp_path / "python.jsonl"
+    prompts.write_text('{"turns": ["import os"]}\n')
+    pair = ["--target", "bytes", "--draft", "bytes", "--dtype", "float32"]
+    pair += ["--max-new-tokens", "24", "--temperature", temperature]
+    done = run("scripts/likeliest_bound.py", str(prompts), *pair)
+    bound = f"  likeliest tokens: tau at most {tau}; {share} of 23 drawn were the likeliest"
+    assert done.stdout.splitlines()[1] == bound and done.stdout.startswith("python  ")
