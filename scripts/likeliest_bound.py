@@ -66,9 +66,7 @@ def main() -> int:
         kept, share = sum(map(len, right)), sum(map(sum, right)) / sum(map(len, right))
         least = sum(steps(each, pair.proposer(None, None).num_drafts + 1) for each in right)
         print(line(figures(path.stem, results)))
-        print(
-            f"  likeliest tokens: tau at most {kept / least:.2f}; {share:.2f} of {kept} drawn tokens were the likeliest"
-        )
+        print(f"  likeliest tokens: tau at most {kept / least:.2f}; {share:.2f} of {kept} drawn were the likeliest")
     return 0
 
 
