@@ -1,6 +1,8 @@
 """scripts/study.py as a person meets it, on the small pair: each study once, and what is refused."""
 
 import json
+import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,22 +114,33 @@ def test_cost_model_runs(prompts: Path, tmp_path: Path) -> None:
     assert all({"draft", "verify", "dflash"} <= set(parts) for parts in list(own["costs"].values())[:1])
 
 
-def test_bad_input_is_one_line(
-    bench: Callable[..., Path], prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn, other = str(bench("--temperature", "0.5")), str(bench("--max-samples", "2", "--num-drafts", "3"))
-    short, run, k3 = str(bench("--method", "plain")), str(bench()), str(bench("--num-drafts", "3"))
+def changed(run: Path, to: Path, **settings: object) -> str:
+    """A copy of a run that says it was made with other settings."""
+    shutil.copytree(run, to)
+    about = json.loads((to / "settings.json").read_text())
+    (to / "settings.json").write_text(json.dumps(about | {"settings": about["settings"] | settings}))
+    return str(to)
+
+
+def test_bad_input_is_one_line(bench: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, k3 = str(bench()), str(bench("--num-drafts", "3"))
+    drawn = changed(bench(), tmp_path / "drawn", temperature=0.5)
+    auto = changed(bench(), tmp_path / "auto", num_drafts="auto")
+    other = changed(bench("--num-drafts", "3"), tmp_path / "other", max_samples=2)
+    plain = Path(changed(bench(), tmp_path / "plain")) / "batches.jsonl"
+    plain.write_text(plain.read_text().replace('"dflash"', '"plain"'))
+    short = Path(changed(bench(), tmp_path / "short")) / "batches.jsonl"
+    short.write_text(re.sub(r'"accepted": \[[^]]*\]', '"accepted": []', short.read_text()))
     (tmp_path / "empty").mkdir()
     cases = {
-        (
-            "decay",
-            "nowhere",
-        ): "RUN nowhere: has no results (batches.jsonl); give the --out folder",
+        ("decay", "nowhere"): "RUN nowhere: has no results (batches.jsonl); give the --out folder",
         ("decay", str(tmp_path / "empty")): "has no results",
         ("tau-of-k", drawn): "temperature is 0.5; use a greedy run",
-        ("decay", short): "has no accept counts of dflash; use a run with --method dflash",
+        ("tau-of-k", auto): "num_drafts is auto",
+        ("decay", str(plain.parent)): "has no accept counts of dflash; use a run with --method dflash",
+        ("decay", str(short.parent)): "set python has no verify steps, so no accept counts; use longer answers",
         ("tau-of-k", run, "--check", run): "has 15 drafts; use a run with fewer than 15",
-        ("tau-of-k", run, "--check", other): "is not that of",
+        ("tau-of-k", run, "--check", other): "max_samples is not that of",
         ("tau-of-k", k3, "--check", run): "has 15 drafts; use a run with fewer than 3",
         ("verify-cost", "--tokens", "0"): "--tokens is 0: use an integer >= 1",
         ("verify-cost", "--rows", "-1"): "--rows is -1: use an integer >= 1",
