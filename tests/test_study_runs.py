@@ -8,14 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import BYTES_PAIR
 from matplotlib.image import imread
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import study
 
-from torch_dflash import generate, load_pair
 from torch_dflash.cli import main as torch_dflash
 
 TEXTS = ("def f(self):", "import os", "class Stack:", "def is_ok(name):")
@@ -46,7 +44,7 @@ def bench(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
     def run(*options: str) -> Path:
         if options not in made:
             folder = made[options] = tmp_path_factory.mktemp("bench") / "run"
-            shape = ["--max-new-tokens", str(TOKENS), "--rows", "4", "--out", str(folder)]
+            shape = ["--max-new-tokens", str(TOKENS), "--out", str(folder)]
             command = ["bench", "--target", "bytes", "--dataset", str(prompts), *shape, "--method", "dflash", *options]
             assert torch_dflash(command) == 0
         return made[options]
@@ -76,15 +74,10 @@ def test_cutting_off_is_decoding_with_fewer_drafts(bench: Callable[..., Path], t
         assert check["decoded"] == pytest.approx(check["truncated"], rel=0.35)
     (own,) = result["sets"]
     assert len(own["measured"]) == 15 and own["measured"] == sorted(own["measured"])
-    assert own["steps"] == sum(len(entry) for entry in traces())
-    assert own["measured"][2] == 1 + sum(min(a, 3) for some in traces() for a in some) / own["steps"]
-
-
-def traces() -> list[list[int]]:
-    """Accept counts by `generate`."""
-    pair = load_pair(BYTES_PAIR / "target", BYTES_PAIR / "draft")
-    results = generate(pair, list(TEXTS), max_new_tokens=TOKENS, trace=True, rows=4)
-    return [[entry.accepted for entry in result.trace] for result in results]
+    batches = [json.loads(line) for line in (bench() / "batches.jsonl").read_text().splitlines()]
+    accepted = [a for batch in batches for a in batch["outcomes"]["dflash"][0]["accepted"]]
+    assert own["steps"] == len(accepted)
+    assert own["measured"][2] == 1 + sum(min(a, 3) for a in accepted) / len(accepted)
 
 
 def test_decay_runs(bench: Callable[..., Path], tmp_path: Path) -> None:
