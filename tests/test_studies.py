@@ -149,14 +149,17 @@ def test_prediction_by_hand() -> None:
     plain, own = outcome(*[0] * 4, prompt=20, seconds=50.0), outcome(3, prompt=20, seconds=25.0)
     seconds = {"plain": 50.5, "dflash": 25.5}
     batch = Batch("a", 0, {"plain": 0, "dflash": 3}, seconds, seconds, {"plain": [plain], "dflash": [own]})
-    found = cost_model.predict([batch], COSTS, HOSTS)
+    round_ = {(width, part): cost for width, parts in COSTS.items() for part, cost in parts.items()}
+    found = cost_model.predict([batch], [round_], HOSTS)
+    assert found.costs == COSTS and found.steps[128]["verify"] == Spread(18, 18, 18)
     assert (found.tau, found.measured, found.low) == (4, 2.0, None)
     assert found.model == pytest.approx((4 * 10 + 1.5) / (20 + 3))
     assert found.simple == pytest.approx(4 * (10 + 1.5 / 4) / (20 + 3 / 4))
     assert found.in_race == pytest.approx({"plain": 50 / 41.5, "dflash": 25 / 23})
     assert found.errors == pytest.approx((found.simple / 2 - 1, found.model / 2 - 1))
     text = "\n".join(cost_model.lines([found]))
-    assert "| a | 64 | 10000.0 | 5000.0 | 15000.0 | 20000.0 | 21000.0 | 1500.00 | 3000.00 |" in text
+    assert "| a | 64 | 10000.0 (10000.0-10000.0) | 5000.0 (5000.0-5000.0) |" in text
+    assert "| 20000.0 | 21000.0 (21000.0-21000.0) | 1500.00 | 3000.00 |" in text
     assert "| a | 1 | 4.00 | 2.00 | 2.00 | +0.0% | 1.80 | -9.8% | 1.20 | 1.09 |" in text
 
 

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from studies.output import shown, spread
 from studies.parts import Cost
-from torch_dflash.bench.figures import Figures, figures, kept_tokens
+from torch_dflash.bench.figures import Figures, Spread, figures, kept_tokens
 from torch_dflash.bench.methods import PLAIN
 from torch_dflash.bench.records import Batch, Outcome
 from torch_dflash.bench.table import table
@@ -21,8 +22,8 @@ STEP = {PLAIN: (PLAIN,), DFLASH: ("draft", "verify")}  # method -> the parts of 
 DEFINITIONS = {
     "costs": "width -> part -> seconds, medians of this set's rounds; width: positions that attention reads of a row. "
     "plain, dflash: whole steps; verify: a step whose drafts cost nothing; draft: absorb and draft alone. step: (a "
-    "dispatch of 4 steps - one of 1) / 3; around: a dispatch of 1 - a step. A round of these is measured before every "
-    "prompt's race",
+    "dispatch of 4 steps - one of 1) / 3; around: a dispatch of 1 - a step. Two rounds of these are measured before "
+    "every prompt's race; steps: the same with lowest and highest",
     "host": "seconds of a dispatch besides its steps: around (of the whole step), and the engine's work between two "
     "dispatches",
     "simple": "tau * (plain + host / N) / (draft + verify + host / N), at the narrowest width",
@@ -33,6 +34,7 @@ DEFINITIONS = {
     "in_race": "seconds of decoding in the race / what the model says, of each method",
 }
 Costs = Mapping[int, Mapping[str, Cost]]  # width -> part -> cost
+Round = Mapping[tuple[int, str], Cost]  # (width, part) -> cost
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Prediction:
     prompts: int
     tau: float
     costs: Costs
+    steps: Mapping[int, Mapping[str, Spread]]
     host: Mapping[str, float]
     measured: float
     low: float | None
@@ -65,12 +68,20 @@ class Prediction:
         return self.simple / self.measured - 1, self.model / self.measured - 1
 
 
-def typical(rounds: Sequence[Mapping[tuple[int, str], Cost]]) -> Costs:
+def typical(rounds: Sequence[Round]) -> Costs:
     """Medians over the rounds; keys are (width, part)."""
     found: dict[int, dict[str, Cost]] = {}
     for width, part in sorted(rounds[0]):
         own = [each[width, part] for each in rounds]
         found.setdefault(width, {})[part] = Cost(median(c.step for c in own), median(c.around for c in own))
+    return found
+
+
+def step_spreads(rounds: Sequence[Round]) -> dict[int, dict[str, Spread]]:
+    """width -> part -> seconds of a step."""
+    found: dict[int, dict[str, Spread]] = {}
+    for width, part in sorted(rounds[0]):
+        found.setdefault(width, {})[part] = spread(each[width, part].step for each in rounds)
     return found
 
 
@@ -106,8 +117,9 @@ def decode_seconds(outcome: Outcome, method: str, num_drafts: int, costs: Costs,
     return sum(steps) + dispatches * host_seconds(costs, method, host)
 
 
-def predict(batches: Sequence[Batch], costs: Costs, hosts: Mapping[str, Host]) -> Prediction:
-    """Of one set's batches, in which both methods ran."""
+def predict(batches: Sequence[Batch], rounds: Sequence[Round], hosts: Mapping[str, Host]) -> Prediction:
+    """Of one set's batches, in which both methods ran, and the costs that were measured between them."""
+    costs = typical(rounds)
     own = figures(batches[0].dataset, DFLASH, batches, 0)
     assert own.speed_up is not None, "the prompts have steps by both methods"
     outcomes = {method: [o for batch in batches for o in batch.outcomes[method]] for method in STEP}
@@ -119,6 +131,7 @@ def predict(batches: Sequence[Batch], costs: Costs, hosts: Mapping[str, Host]) -
         prompts=own.prompts,
         tau=own.tau,
         costs=costs,
+        steps=step_spreads(rounds),
         host={method: host_seconds(costs, method, hosts[method]) for method in STEP},
         measured=own.speed_up.ratio,
         low=own.speed_up.low,
@@ -157,20 +170,20 @@ HEAD += ["plain / model", "dflash / model"]
 def _cost_rows(result: Prediction) -> list[list[str]]:
     rows = []
     for width, parts in result.costs.items():
-        steps = {name: cost.step for name, cost in parts.items()}
+        cells = {name: shown(seconds, 1, 1e3) for name, seconds in result.steps[width].items()}
         if DFLASH in parts:
-            steps["both"] = step_seconds(result.costs, DFLASH, width)
-        shown = [f"{steps[n] * 1e3:.1f}" if n in steps else "-" for n in (PLAIN, "draft", "verify", "both", DFLASH)]
-        rows.append([result.dataset, str(width), *shown, *(f"{result.host[method] * 1e3:.2f}" for method in STEP)])
+            cells["both"] = f"{step_seconds(result.costs, DFLASH, width) * 1e3:.1f}"
+        own = [cells.get(name, "-") for name in (PLAIN, "draft", "verify", "both", DFLASH)]
+        rows.append([result.dataset, str(width), *own, *(f"{result.host[method] * 1e3:.2f}" for method in STEP)])
     return rows
 
 
 def _row(result: Prediction) -> list[str]:
     bounds = "" if result.low is None else f" ({result.low:.2f}-{result.high:.2f})"
     simple, model = result.errors
-    shown = [f"{result.tau:.2f}", f"{result.measured:.2f}{bounds}", f"{result.simple:.2f}", f"{simple:+.1%}"]
-    shown += [f"{result.model:.2f}", f"{model:+.1%}", *(f"{result.in_race[method]:.2f}" for method in STEP)]
-    return [result.dataset, str(result.prompts), *shown]
+    cells = [f"{result.tau:.2f}", f"{result.measured:.2f}{bounds}", f"{result.simple:.2f}", f"{simple:+.1%}"]
+    cells += [f"{result.model:.2f}", f"{model:+.1%}", *(f"{result.in_race[method]:.2f}" for method in STEP)]
+    return [result.dataset, str(result.prompts), *cells]
 
 
 def draw(axes: Any, results: Sequence[Prediction]) -> None:

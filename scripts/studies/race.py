@@ -3,8 +3,9 @@
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 
-from studies.cost_model import DFLASH, STEP, Host, Prediction, predict, typical
+from studies.cost_model import DFLASH, STEP, Host, Prediction, predict
 from studies.parts import Part, drafting, free_drafts, make_device, most_growth, rounds, whole_step
 from torch_dflash.bench.datasets import Dataset
 from torch_dflash.bench.methods import METHODS, PLAIN
@@ -17,6 +18,8 @@ from torch_dflash.errors import InputError
 from torch_dflash.pair import Pair
 from torch_dflash.propose import DFlash, Proposer
 from torch_dflash.requests import Request
+
+ROUNDS = 2  # of costs before each prompt
 
 
 def bench_for(max_new_tokens: int, steps_per_dispatch: int) -> Bench:
@@ -33,12 +36,13 @@ def measure(pair: Pair, bench: Bench, dataset: Dataset) -> Prediction:
     drafts = engines[DFLASH].pace.proposers[0].num_drafts
     timed = {(width, name): (part, context_for(width, drafts)) for (width, name), part in parts.items()}
     batches, costs = [], []
-    for number, (request, costs_now) in enumerate(zip(requests, rounds(timed, len(requests)), strict=True)):
-        costs.append(costs_now)
+    every = rounds(timed, ROUNDS * len(requests))
+    for number, request in enumerate(requests):
+        costs += islice(every, ROUNDS)
         batches.append(_raced(dataset.name, number, engines, request))
     if not any(o.accepted for batch in batches for o in batch.outcomes[DFLASH]):
         raise InputError(f"--dataset {dataset.name}: no answer has a second token; raise --max-new-tokens")
-    return predict(batches, typical(costs), hosts)
+    return predict(batches, costs, hosts)
 
 
 def _raced(dataset: str, number: int, engines: Mapping[str, Engine], request: Request) -> Batch:
@@ -51,7 +55,8 @@ def _raced(dataset: str, number: int, engines: Mapping[str, Engine], request: Re
 
 def between_dispatches(engine: Engine, request: Request) -> float:
     """Seconds of the host from one dispatch to the next, a mean over one answer that no stop ends."""
-    run = engine.submit(replace(request, stop_ids=()))
+    # Read backwards, so that the race finds nothing of this prompt in the pages.
+    run = engine.submit(replace(request, prompt_ids=request.prompt_ids[::-1], stop_ids=()))
     while not run.decoding:
         engine.step()
     inside, begin, dispatches = engine.dispatch_seconds, time.perf_counter(), 0
