@@ -127,9 +127,10 @@ def run_cost_model(arguments: argparse.Namespace) -> None:
     datasets = read_datasets(arguments.dataset.split(","), arguments.data, arguments.max_samples)
     folder, pair = open_out(arguments), load(arguments, arguments.dtype)
     bench = race.bench_for(arguments.max_new_tokens, arguments.steps_per_dispatch)
-    results = [race.measure(pair, bench, dataset) for dataset in datasets]
+    measured = [race.measure(pair, bench, dataset) for dataset in datasets]
+    results = [cost_model.predict(each) for each in measured]
     draw = partial(cost_model.draw, results=results)
-    write(folder, cost_model.NAME, cost_model.document(results), cost_model.lines(results), draw, 1)
+    write(folder, cost_model.NAME, cost_model.document(measured, results), cost_model.lines(results), draw, 1)
 
 
 if __name__ == "__main__":

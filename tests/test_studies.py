@@ -150,7 +150,7 @@ def test_prediction_by_hand() -> None:
     seconds = {"plain": 50.5, "dflash": 25.5}
     batch = Batch("a", 0, {"plain": 0, "dflash": 3}, seconds, seconds, {"plain": [plain], "dflash": [own]})
     round_ = {(width, part): cost for width, parts in COSTS.items() for part, cost in parts.items()}
-    found = cost_model.predict([batch], [round_], HOSTS)
+    found = cost_model.predict(cost_model.Measured([batch], [round_], HOSTS))
     assert found.costs == COSTS and found.steps[128]["verify"] == Spread(18, 18, 18)
     assert (found.tau, found.measured, found.low) == (4, 2.0, None)
     assert found.model == pytest.approx((4 * 10 + 1.5) / (20 + 3))

@@ -103,6 +103,8 @@ def test_cost_model_runs(prompts: Path, tmp_path: Path) -> None:
     result = whole(tmp_path / "out", "cost-model", [*command, "--max-new-tokens", str(TOKENS)])
     (own,) = result["sets"]
     assert own["prompts"] == 2 and own["measured"] > 0 and own["low"] <= own["measured"] <= own["high"]
+    (raw,) = result["measured"]
+    assert len(raw["batches"]) == 2 and len(raw["rounds"]) == 4
     assert own["tau"] > 1 and set(own["in_race"]) == {"plain", "dflash"}
     assert all({"draft", "verify", "dflash"} <= set(parts) for parts in list(own["costs"].values())[:1])
 

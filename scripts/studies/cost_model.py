@@ -46,6 +46,21 @@ class Host:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """One set, all there is: a batch for each prompt, rounds of costs between them, and by method the host."""
+
+    batches: Sequence[Batch]
+    rounds: Sequence[Round]
+    hosts: Mapping[str, Host]
+
+    def document(self) -> dict[str, Any]:
+        """For a program."""
+        rounds = [[{"width": w, "part": part} | asdict(cost) for (w, part), cost in r.items()] for r in self.rounds]
+        hosts = {name: asdict(host) for name, host in self.hosts.items()}
+        return {"batches": [asdict(batch) for batch in self.batches], "rounds": rounds, "hosts": hosts}
+
+
+@dataclass(frozen=True)
 class Prediction:
     """Of one set; see DEFINITIONS."""
 
@@ -117,8 +132,9 @@ def decode_seconds(outcome: Outcome, method: str, num_drafts: int, costs: Costs,
     return sum(steps) + dispatches * host_seconds(costs, method, host)
 
 
-def predict(batches: Sequence[Batch], rounds: Sequence[Round], hosts: Mapping[str, Host]) -> Prediction:
-    """Of one set's batches, in which both methods ran, and the costs that were measured between them."""
+def predict(measured: Measured) -> Prediction:
+    """Of a set in which both methods ran."""
+    batches, rounds, hosts = measured.batches, measured.rounds, measured.hosts
     costs = typical(rounds)
     own = figures(batches[0].dataset, DFLASH, batches, 0)
     assert own.speed_up is not None, "the prompts have steps by both methods"
@@ -200,7 +216,7 @@ def draw(axes: Any, results: Sequence[Prediction]) -> None:
     axes.set(xlim=(0, most), ylim=(0, most))
 
 
-def document(results: Sequence[Prediction]) -> dict[str, Any]:
-    """For a program."""
+def document(measured: Sequence[Measured], results: Sequence[Prediction]) -> dict[str, Any]:
+    """For a program; with all that was measured, so that another model can be tried on it."""
     sets = [asdict(r) | dict(zip(("error_simple", "error_model"), r.errors, strict=True)) for r in results]
-    return {"definitions": DEFINITIONS, "sets": sets}
+    return {"definitions": DEFINITIONS, "sets": sets, "measured": [each.document() for each in measured]}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 
-from studies.cost_model import DFLASH, STEP, Host, Prediction, predict
+from studies.cost_model import DFLASH, STEP, Host, Measured
 from studies.parts import Part, drafting, free_drafts, make_device, most_growth, rounds, whole_step
 from torch_dflash.bench.datasets import Dataset
 from torch_dflash.bench.methods import METHODS, PLAIN
@@ -27,7 +27,7 @@ def bench_for(max_new_tokens: int, steps_per_dispatch: int) -> Bench:
     return Bench(tuple(STEP), 1, max_new_tokens, 0.0, 0, None, steps_per_dispatch, chat=True, thinking=False)
 
 
-def measure(pair: Pair, bench: Bench, dataset: Dataset) -> Prediction:
+def measure(pair: Pair, bench: Bench, dataset: Dataset) -> Measured:
     """Of one set. Raises InputError for prompts that do not fit, and where no prompt has a second token."""
     requests = requests_of(pair, dataset, bench)
     engines = {name: warm_engine(pair, METHODS[name].pace(pair, None), requests, bench) for name in STEP}
@@ -42,7 +42,7 @@ def measure(pair: Pair, bench: Bench, dataset: Dataset) -> Prediction:
         batches.append(_raced(dataset.name, number, engines, request))
     if not any(o.accepted for batch in batches for o in batch.outcomes[DFLASH]):
         raise InputError(f"--dataset {dataset.name}: no answer has a second token; raise --max-new-tokens")
-    return predict(batches, costs, hosts)
+    return Measured(batches, costs, hosts)
 
 
 def _raced(dataset: str, number: int, engines: Mapping[str, Engine], request: Request) -> Batch:
