@@ -16,7 +16,7 @@ from torch_dflash.pair import Pair
 from torch_dflash.propose import DFlash
 from torch_dflash.state import Capacity
 from torch_dflash.tpu.chips import CHIPS
-from torch_dflash.tpu.roofline import k_flat, knee
+from torch_dflash.tpu.roofline import K_FLAT_TOKENS, k_flat, knee
 from torch_dflash.tpu.shapes import target_folder
 
 NAME = "verify-cost"
@@ -113,10 +113,10 @@ def curves(found: Sequence[Point]) -> dict[tuple[str, int], list[Point]]:
 
 
 def tpu_curves(grid: Grid) -> dict[str, tuple[list[float], int | None]]:
-    """Chip -> ratios to 1 token and knee, one row, at the roofline."""
+    """Chip -> ratios to 1 token, for K_FLAT_TOKENS, and knee; one row, at the roofline."""
     config, found = read_target_config(target_folder(TPU_TARGET)), {}
     for chip in CHIPS:
-        times = [point.time.seconds for point in k_flat(config, chip, grid.context, grid.tokens)]
+        times = [point.time.seconds for point in k_flat(config, chip, grid.context)]
         found[chip.name] = ([seconds / times[0] for seconds in times], knee(config, chip, grid.context))
     return found
 
@@ -145,7 +145,7 @@ def lines(grid: Grid, found: Sequence[Point]) -> list[str]:
         "",
         "The same of one row at the roofline of a TPU (model estimates, nothing measured):",
         "",
-        *table(["target, chip", *columns, "knee"], chips),
+        *table(["target, chip", *(f"T = {tokens}" for tokens in K_FLAT_TOKENS), "knee"], chips),
     ]
 
 
@@ -157,12 +157,12 @@ def draw(left: Any, right: Any, grid: Grid, found: Sequence[Point]) -> None:
         style, colour = styles[dtypes.index(dtype)], f"C{rows.index(r)}"
         left.plot(grid.tokens, [p.ratio.median for p in some], style, ms=4, color=colour, label=f"{dtype}, {r} row(s)")
     for number, (chip, (ratios, at)) in enumerate(tpu_curves(grid).items()):
-        right.plot(grid.tokens, ratios, "o-", ms=4, color=f"C{number}", label=f"{chip}: knee {at or 'nowhere'}")
+        right.plot(K_FLAT_TOKENS, ratios, "o-", ms=4, color=f"C{number}", label=f"{chip}: knee {at or 'nowhere'}")
     left.set(title="measured here", ylabel="times the seconds of T = 1")
     right.set(title=f"{TPU_TARGET}, one row, roofline: a model estimate")
-    for axes in (left, right):
+    for axes, tokens in ((left, grid.tokens), (right, K_FLAT_TOKENS)):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(grid.tokens, [str(tokens) for tokens in grid.tokens])
+        axes.set_xticks(tokens, [str(number) for number in tokens])
         axes.set(xlabel="T, query tokens of a row", ylim=(0, None))
 
 
@@ -171,4 +171,5 @@ def document(grid: Grid, found: Sequence[Point]) -> dict[str, Any]:
     knees = [{"dtype": d, "rows": r, "knee": measured_knee(some)} for (d, r), some in curves(found).items()]
     tpu = [{"chip": chip, "ratios": ratios, "knee": at} for chip, (ratios, at) in tpu_curves(grid).items()]
     about = {"definitions": DEFINITIONS, "context": grid.context, "tokens": grid.tokens}
-    return about | {"points": [asdict(point) for point in found], "knees": knees, "tpu_target": TPU_TARGET, "tpu": tpu}
+    about |= {"tpu_target": TPU_TARGET, "tpu_tokens": K_FLAT_TOKENS, "tpu": tpu}
+    return about | {"points": [asdict(point) for point in found], "knees": knees}
