@@ -163,9 +163,10 @@ def test_prediction_by_hand() -> None:
     assert "| a | 1 | 4.00 | 2.00 | 2.00 | +0.0% | 1.80 | -9.8% | 1.20 | 1.09 |" in text
 
 
-def test_typical_costs_are_medians() -> None:
-    rounds = [{(64, "plain"): Cost(step, around)} for step, around in ((1, 9), (3, 7), (2, 8))]
-    assert cost_model.typical(rounds) == {64: {"plain": Cost(2, 8)}}
+def test_costs_are_means_and_shown_as_spreads() -> None:
+    rounds = [{(64, "plain"): Cost(step, around)} for step, around in ((1, 9), (6, 7), (2, 8))]
+    assert cost_model.mean_costs(rounds) == {64: {"plain": Cost(3, 8)}}
+    assert cost_model.step_spreads(rounds) == {64: {"plain": Spread(2, 1, 6)}}
 
 
 def test_verify_cost_by_hand() -> None:

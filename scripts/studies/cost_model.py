@@ -6,7 +6,7 @@ Letters: K drafts of a step, N steps of a dispatch at most.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import mean
 from typing import Any
 
 from studies.output import shown, spread
@@ -20,10 +20,10 @@ NAME = "cost-model"
 DFLASH = "dflash"
 STEP = {PLAIN: (PLAIN,), DFLASH: ("draft", "verify")}  # method -> the parts of its step
 DEFINITIONS = {
-    "costs": "width -> part -> seconds, medians of this set's rounds; width: positions that attention reads of a row. "
+    "costs": "width -> part -> seconds, means of this set's rounds; width: positions that attention reads of a row. "
     "plain, dflash: whole steps; verify: a step whose drafts cost nothing; draft: absorb and draft alone. step: (a "
     "dispatch of 4 steps - one of 1) / 3; around: a dispatch of 1 - a step. Two rounds of these are measured before "
-    "every prompt's race; steps: the same with lowest and highest",
+    "every prompt's race; steps: the same as median, lowest and highest",
     "host": "seconds of a dispatch besides its steps: around (of the whole step), and the engine's work between two "
     "dispatches",
     "simple": "tau * (plain + host / N) / (draft + verify + host / N), at the narrowest width",
@@ -83,12 +83,12 @@ class Prediction:
         return self.simple / self.measured - 1, self.model / self.measured - 1
 
 
-def typical(rounds: Sequence[Round]) -> Costs:
-    """Medians over the rounds; keys are (width, part)."""
+def mean_costs(rounds: Sequence[Round]) -> Costs:
+    """Means over the rounds: what they predict is a sum, in which slow spells count. Medians leave those out."""
     found: dict[int, dict[str, Cost]] = {}
     for width, part in sorted(rounds[0]):
         own = [each[width, part] for each in rounds]
-        found.setdefault(width, {})[part] = Cost(median(c.step for c in own), median(c.around for c in own))
+        found.setdefault(width, {})[part] = Cost(mean(c.step for c in own), mean(c.around for c in own))
     return found
 
 
@@ -135,7 +135,7 @@ def decode_seconds(outcome: Outcome, method: str, num_drafts: int, costs: Costs,
 def predict(measured: Measured) -> Prediction:
     """Of a set in which both methods ran."""
     batches, rounds, hosts = measured.batches, measured.rounds, measured.hosts
-    costs = typical(rounds)
+    costs = mean_costs(rounds)
     own = figures(batches[0].dataset, DFLASH, batches, 0)
     assert own.speed_up is not None, "the prompts have steps by both methods"
     outcomes = {method: [o for batch in batches for o in batch.outcomes[method]] for method in STEP}
@@ -166,9 +166,10 @@ def simple_speed_up(own: Figures, costs: Costs, hosts: Mapping[str, Host]) -> fl
 
 
 def lines(results: Sequence[Prediction]) -> list[str]:
-    """Two tables: costs, and predictions beside what was measured."""
+    """Two tables: costs as they spread, and predictions beside what was measured."""
     return [
-        "Cost of a step of one row, ms, by the positions that attention reads; host: of a dispatch besides its steps:",
+        "ms of a step of one row by the positions that attention reads, median (lowest-highest). Draft + verify, "
+        "and host (of a dispatch besides its steps): means, as the models use them.",
         "",
         *table(COSTS_HEAD, (row for each in results for row in _cost_rows(each))),
         "",
