@@ -155,7 +155,8 @@ def draw(left: Any, right: Any, grid: Grid, found: Sequence[Point]) -> None:
     dtypes = list(dict.fromkeys(point.dtype for point in found))
     for (dtype, r), some in curves(found).items():
         style, colour = styles[dtypes.index(dtype)], f"C{rows.index(r)}"
-        left.plot(grid.tokens, [p.ratio.median for p in some], style, ms=4, color=colour, label=f"{dtype}, {r} row(s)")
+        points = [(p.tokens, p.ratio.median) for p in some]
+        left.plot(*zip(*points, strict=True), style, ms=4, color=colour, label=f"{dtype}, {r} row(s)")
     for number, (chip, (ratios, at)) in enumerate(tpu_curves(grid).items()):
         right.plot(K_FLAT_TOKENS, ratios, "o-", ms=4, color=f"C{number}", label=f"{chip}: knee {at or 'nowhere'}")
     left.set(title="measured here", ylabel="times the seconds of T = 1")
