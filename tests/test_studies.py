@@ -139,6 +139,7 @@ HOSTS = {"plain": cost_model.Host(0.5, 4), "dflash": cost_model.Host(1.0, 4)}
 def test_steps_know_their_width() -> None:
     """58 + 4 fits in 64 positions, 62 + 4 does not."""
     assert cost_model.widths_of(outcome(3, 0, 1, prompt=58), 3, [64, 128]) == [64, 128, 128]
+    assert cost_model.widths_of(outcome(0, prompt=126), 3, [64, 128]) == [128]  # only two positions are left
     own = outcome(3, 0, 1, prompt=58)
     assert cost_model.decode_seconds(own, "dflash", 3, COSTS, HOSTS["dflash"]) == 20 + 24 + 24 + 3
     plain = outcome(*[0] * 5, prompt=60)  # 60..64: the last one needs position 64

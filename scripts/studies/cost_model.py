@@ -117,10 +117,11 @@ def widths_with(costs: Costs, method: str) -> list[int]:
 
 def widths_of(outcome: Outcome, num_drafts: int, widths: Sequence[int]) -> list[int]:
     """Of each step of one prompt: the positions that attention reads, the fewest of `widths` (ascending) that hold the
-    block. The first step's anchor is the token that prefill gave, behind the prompt."""
+    block, which is cut short below the context limit. The first step's anchor is the token that prefill gave, behind
+    the prompt."""
     found, committed = [], outcome.prompt_tokens
     for accepted in outcome.accepted:
-        found.append(next(w for w in widths if w >= committed + num_drafts + 1))
+        found.append(next((w for w in widths if w >= committed + num_drafts + 1), widths[-1]))
         committed += accepted + 1
     return found
 
