@@ -53,7 +53,7 @@ def open_folder(path: Path, settings: Mapping[str, Any], environment: Mapping[st
         path.mkdir(parents=True, exist_ok=True)
     if not read_batches(path / BATCHES):
         return RunFolder(path, asked)
-    before = _read_about(path / SETTINGS)
+    before = read_about(path / SETTINGS)
     _check_same(path, _flat(before), _flat(asked))
     return RunFolder(path, before)
 
@@ -67,7 +67,8 @@ def _writing(path: Path) -> Iterator[None]:
         raise InputError(f"--out {path}: {why}") from None
 
 
-def _read_about(path: Path) -> dict[str, Any]:
+def read_about(path: Path) -> dict[str, Any]:
+    """Settings, environment and beginning of a run, from its SETTINGS file. Raises InputError."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
         return {name: about[name] for name in ("settings", "environment", "began")}

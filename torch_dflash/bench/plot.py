@@ -1,6 +1,7 @@
 """The figures as pictures."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -21,22 +22,24 @@ def pictures(results: Sequence["Figures"]) -> dict[str, bytes]:
     """File name -> PNG, of what there is: no speed-up without plain decoding, nothing about drafts without any."""
     faster = [each for each in results if each.speed_up is not None]
     drafting = [each for each in results if each.acceptance]
-    wanted: dict[str, tuple[Callable[[Any, Sequence[Figures]], None], Sequence[Figures]]] = {
+    wanted: dict[str, tuple[Callable[..., None], Sequence[Figures]]] = {
         "speed-up.png": (_speed_ups, faster),
         "positional-decay.png": (_decays, drafting),
         "accept-histogram.png": (_histograms, drafting),
     }
-    return {name: _png(draw, some) for name, (draw, some) in wanted.items() if some}
+    return {name: png(partial(draw, results=some)) for name, (draw, some) in wanted.items() if some}
 
 
-def _png(draw: Callable[[Any, Sequence["Figures"]], None], results: Sequence["Figures"]) -> bytes:
+def png(draw: Callable[..., None], panels: int = 1) -> bytes:
+    """A picture of one panel or several side by side; draw(axes, ...) gets one axes for each."""
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
 
-    figure, content = Figure(figsize=(8, 4), layout="constrained"), BytesIO()
-    axes = figure.subplots()
-    draw(axes, results)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure, content = Figure(figsize=(8 if panels == 1 else 5.5 * panels, 4), layout="constrained"), BytesIO()
+    every = figure.subplots(1, panels, squeeze=False)[0]
+    draw(*every)
+    for axes in every:
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
     figure.savefig(content, dpi=120)
     return content.getvalue()
 

@@ -47,7 +47,7 @@ def main_table(results: Sequence[Figures]) -> list[str]:
     compared = any(each.equality is not None for each in results)
     head = ["set", "method", "prompts", "tau", "TTFT ms", "TPOT ms", "tokens/s"]
     head += ["speed-up (95%)", "equal to plain", "first divergence (logit gap)"] if compared else []
-    return _table(head, (_row(each, compared) for each in results))
+    return table(head, (_row(each, compared) for each in results))
 
 
 def _row(each: Figures, compared: bool) -> list[str]:
@@ -96,17 +96,17 @@ def acceptance_table(results: Sequence[Figures]) -> list[str]:
     """Share of the steps whose first k drafts were all accepted."""
     columns = range(1, max(len(each.acceptance) for each in results) + 1)
     rows = ([each.dataset, each.method, *(f"{share:.3f}" for share in each.acceptance)] for each in results)
-    return _table(["set", "method", *(f"k = {k}" for k in columns)], rows)
+    return table(["set", "method", *(f"k = {k}" for k in columns)], rows)
 
 
 def histogram_table(results: Sequence[Figures]) -> list[str]:
     """Steps by the number of accepted drafts."""
     columns = range(max(len(each.accept_histogram) for each in results))
     rows = ([each.dataset, each.method, *map(str, each.accept_histogram)] for each in results)
-    return _table(["set", "method", *(f"a = {a}" for a in columns)], rows)
+    return table(["set", "method", *(f"a = {a}" for a in columns)], rows)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows that are too short are filled up."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table. Rows that are too short are filled up."""
     lines = [head, ["---"] * len(head), *([*row, *["-"] * (len(head) - len(row))] for row in rows)]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
