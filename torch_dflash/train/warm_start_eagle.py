@@ -42,6 +42,6 @@ def warm_start_head(config: Eagle3Config, ids: np.ndarray, target: Params, num_l
     head.midlayer.load_state_dict({name: held[name] for name in head.midlayer.state_dict()})
     head.norm.weight.data.copy_(to_tensor(target["norm.weight"]))
     rows = target.get("lm_head.weight", target["embed_tokens.weight"])
-    head.lm_head.weight.data.copy_(to_tensor(rows)[torch.from_numpy(ids).long()])
+    head.lm_head.weight.data.copy_(to_tensor(np.asarray(rows)[ids]))
     head.d2t.copy_(torch.from_numpy(ids - np.arange(len(ids), dtype=np.int32)))
     return head.requires_grad_(False)
