@@ -29,10 +29,12 @@ from torch_dflash.train.checkpoint import write_atomically
 from torch_dflash.train.evaluate import HeldOut, HeldOutPlan
 from torch_dflash.train.features import FeatureStore, MappedStore, cache_features
 from torch_dflash.train.loop import LOG, run, train
-from torch_dflash.train.loss import Frozen, Teacher, block_hidden, block_labels
-from torch_dflash.train.pipeline import TEACHER_SIZE, make_trainer, settled_config
+from torch_dflash.train.loss import block_hidden
+from torch_dflash.train.objective import Frozen, Teacher, labels_behind
+from torch_dflash.train.pipeline import TEACHER_SIZE
 from torch_dflash.train.recipe import DrafterPlan, Recipe
 from torch_dflash.train.records import read_answers, read_prompts
+from torch_dflash.train.start import make_trainer, settled_config
 from torch_dflash.train.texts import make_answers, prepare
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
 from torch_dflash.train.warm_start import default_taps
@@ -144,7 +146,7 @@ def foresight(trainer: Trainer, params: Params, data: Data, store: Selected) -> 
     def one(params: Params, frozen: Frozen, features: Array, batch: Batch) -> tuple[Array, Array, Array]:
         drafter = trainer.drafter
         hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)
-        labels, inside = block_labels(batch, 1 + SEEN)
+        labels, inside = labels_behind(batch, SEEN)
         logits = (hidden[:, :, 1 : 1 + SEEN] @ frozen.head.T).astype(jnp.float32)
         loss = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
         weights = inside * jnp.exp(-jnp.arange(SEEN) / 4)

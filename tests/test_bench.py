@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import BYTES_PAIR
 from matplotlib.image import imread
@@ -20,8 +21,13 @@ from torch_dflash.bench.datasets import NAMED, OWN, Dataset, read_datasets
 from torch_dflash.bench.runner import Bench, check_thinking, requests_of
 from torch_dflash.cli import main
 from torch_dflash.errors import InputError
-from torch_dflash.pair import load_drafter, load_target
+from torch_dflash.pair import load_drafter, load_eagle3, load_target
 from torch_dflash.reference import dflash, greedy
+from torch_dflash.reference_eagle import eagle3
+from torch_dflash.train.export import export
+from torch_dflash.train.start import make_head_trainer
+from torch_dflash.train.trainer import TrainPlan
+from torch_dflash.train.warm_start_eagle import head_config
 
 TEXTS = ("def f(self):", "import os", "class Stack:")  # short: one width of prefill to compile
 OTHERS = ("import sys\n", "def is_ok(name):", "for key in", "never asked")
@@ -207,6 +213,35 @@ def test_without_plain_nothing_is_compared(tmp_path: Path, capsys: pytest.Captur
     assert max(a for line in lines_of(tmp_path / "run") for a in line["outcomes"]["dflash"][0]["accepted"]) == 3
 
 
+def test_two_drafters_race_on_one_target(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """EAGLE-3 beside DFlash and plain decoding; each proposes what it does alone, and all write the same."""
+    write_head(tmp_path / "head")
+    texts, run = write_prompts(tmp_path, *TEXTS), tmp_path / "run"
+    options = [*SHAPE, "--method", "plain,dflash,eagle3", "--eagle3-head", str(tmp_path / "head"), "--out", str(run)]
+    assert main([*BENCH, "--dataset", texts, *options, "--eagle3-num-drafts", "3"]) == 0
+    rows, *_ = tables(capsys.readouterr().out)
+    assert [(row["method"], row["equal to plain"]) for row in rows] == [
+        *(("plain", "-"), ("dflash", "3/3"), ("eagle3", "3/3")),
+    ]
+    assert lines_of(run)[0]["num_drafts"] == {"plain": 0, "dflash": 15, "eagle3": 3}
+    config, target = load_target(BYTES_PAIR / "target", float32)
+    head_config, head = load_eagle3(tmp_path / "head", config, float32)
+    outcomes = [outcome for batch in lines_of(run) for outcome in batch["outcomes"]["eagle3"]]
+    for text, outcome in zip(TEXTS, outcomes, strict=True):
+        ids, trace = eagle3(target, head, head_config, text.encode(), 24, 3)
+        assert outcome["token_ids"] == ids and outcome["accepted"] == [entry.accepted for entry in trace]
+    assert main([*BENCH, "--dataset", texts, *options, "--eagle3-num-drafts", "2"]) == 2
+    assert "eagle3_num_drafts was 3, now 2" in capsys.readouterr().err
+
+
+def write_head(folder: Path) -> None:
+    """A head that has learnt nothing: it begins as training begins."""
+    pair = torch_dflash.load_pair("bytes", None)
+    ids, config = np.arange(200, dtype=np.int32), head_config(pair.target.config, (0, 2, 4), 200)
+    trainer, state = make_head_trainer(config, ids, 6, pair.params["target"], TrainPlan(ttt_length=1))
+    export(config, state.params | trainer.buffers, folder)
+
+
 KNOWN = ", ".join((*OWN, *NAMED))
 UNKNOWN = f"--dataset 'gsm9k' is neither a file nor a known set: use a file of JSON lines, or of {KNOWN}"
 NOWHERE = f"no alpaca.jsonl and alpaca80.jsonl in --data DATA; put it there, or use a file or one of {KNOWN}"
@@ -222,7 +257,7 @@ NOWHERE = f"no alpaca.jsonl and alpaca80.jsonl in --data DATA; put it there, or 
         (["--dataset", "code,code"], "--dataset has 'code' twice"),
         (["--dataset", "aime24", "--data", "DATA"], "--dataset aime24: DATA/aime24.jsonl is empty, give at least one"),
         (["--dataset", "mbpp", "--data", "DATA"], "DATA/mbpp.jsonl, line 2: is not JSON"),
-        (["--method", "plain,medusa"], "--method 'medusa' is unknown: use plain, dflash"),
+        (["--method", "plain,medusa"], "--method 'medusa' is unknown: use plain, dflash, eagle3"),
         (["--method", "plain,plain"], "--method has 'plain' twice"),
         (["--max-samples", "0"], "--max-samples is 0: use an integer >= 1"),
         (["--max-new-tokens", "1"], "--max-new-tokens is 1: use an integer >= 2 (prefill gives the first)"),
@@ -233,7 +268,10 @@ NOWHERE = f"no alpaca.jsonl and alpaca80.jsonl in --data DATA; put it there, or 
         (["--draft", "none"], "--method dflash needs a drafter, and --draft is none"),
         (["--target", "somewhere"], "--draft is missing"),
         (["--num-drafts", "many"], "--num-drafts is 'many'"),
-        (["--num-drafts", "3", "--method", "plain"], "--num-drafts has no meaning in plain decoding"),
+        (["--num-drafts", "3", "--method", "plain"], "--num-drafts is 3, and --method has no dflash: leave it out"),
+        (["--method", "plain,eagle3"], "--method eagle3 needs a head: --eagle3-head names it, or leave the method out"),
+        (["--eagle3-head", "HEAD"], "--eagle3-head is HEAD, and --method has no eagle3: leave it out"),
+        (["--eagle3-num-drafts", "2"], "--eagle3-num-drafts is 2, and --method has no eagle3: leave it out"),
         (["--thinking", "--no-chat"], "--thinking has no meaning beside --no-chat"),
     ],
 )  # fmt: skip
@@ -257,6 +295,11 @@ def test_what_only_the_models_can_refuse(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{tmp_path / 'python.jsonl'}, line 3: prompt has 3000 tokens and the target's" in capsys.readouterr().err
     assert main([*command, "--num-drafts", "16", "--max-samples", "2"]) == 2
     assert "num_drafts is 16: use an integer in 1..15" in capsys.readouterr().err
+    other = [*command, "--max-samples", "2", "--method", "eagle3", "--eagle3-head"]
+    assert main([*other, str(BYTES_PAIR / "draft")]) == 2
+    assert "an EAGLE-3 head has LlamaForCausalLMEagle3" in capsys.readouterr().err
+    assert main([*other, str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
     assert main([*command, "--thinking"]) == 2
     assert "the target's chat template has no enable_thinking: leave it out" in capsys.readouterr().err
     assert main([*command, "--max-samples", "2"]) == 0
@@ -269,7 +312,7 @@ def test_the_template_is_applied_once_and_knows_the_switch() -> None:
     )
     pair = replace(torch_dflash.load_pair("bytes", "bytes"), tokenizer=tokenizer)
     asked = Dataset("one", Path("one.jsonl"), ("abc",))
-    bench = Bench(("plain",), 1, 8, 0.0, 0, None, 4, chat=True, thinking=False)
+    bench = Bench(("plain",), 1, 8, 0.0, 0, {}, 4, chat=True, thinking=False)
     for changed, text in (({}, b"<Nabc>"), ({"thinking": True}, b"<Tabc>"), ({"chat": False}, b"abc")):
         own = replace(bench, **changed)
         check_thinking(pair, own)

@@ -16,17 +16,18 @@ from torch_dflash.train import checkpoint
 from torch_dflash.train.loop import CHECKPOINT, LOG
 from torch_dflash.train.records import Answer, append_answers
 
-SMALL = ["--target", str(BYTES_PAIR / "target"), "--layers", "1", "--taps", "2", "--block-size", "4"]
+SMALL = ["--layers", "1", "--taps", "2", "--block-size", "4"]
+HEAD = ["--method", "eagle3", "--tap-layers", "0", "2", "4", "--ttt-length", "2"]
 SHORT = ["--rows", "2", "--anchors", "2", "--steps", "4", "--save-every", "2", "--dtype", "float32"]
 
 
-def run_in(folder: Path, answers: list[Answer]) -> list[str]:
+def run_in(folder: Path, answers: list[Answer], shape: list[str] = SMALL) -> list[str]:
     """A run's folder whose answers are there already. Returns the command that trains in it."""
     folder.mkdir()
     prompts = folder / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [bytes(a.prompt_ids).decode()]}) + "\n" for a in answers))
     append_answers(folder / "answers.jsonl", answers)
-    return ["train", str(prompts), *SMALL, *SHORT, "--out", str(folder)]
+    return ["train", str(prompts), "--target", str(BYTES_PAIR / "target"), *shape, *SHORT, "--out", str(folder)]
 
 
 def some_answers(first: int = 97) -> list[Answer]:
@@ -79,12 +80,13 @@ def test_a_target_without_a_free_mask_token(tmp_path: Path, capsys: pytest.Captu
     assert "no special token that its texts never contain: give --mask-token-id" in capsys.readouterr().err
 
 
-def test_an_interrupted_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture):
+@pytest.mark.parametrize("shape", [SMALL, HEAD], ids=["dflash", "eagle3"])
+def test_an_interrupted_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture, shape: list[str]):
     """Interrupted while it writes features, the second checkpoint, the drafter; the disk full in between. The last run
     ends with the bytes of one that nobody disturbed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert cli.main(run_in(whole, some_answers())) == 0
-    command = run_in(killed, some_answers())
+    assert cli.main(run_in(whole, some_answers(), shape)) == 0
+    command = run_in(killed, some_answers(), shape)
 
     def disturbed(write: int, error: BaseException) -> int:
         with pytest.MonkeyPatch.context() as patch:

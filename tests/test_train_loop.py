@@ -27,14 +27,14 @@ from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
 from torch_dflash.train.checkpoint import load_state, save_state
 from torch_dflash.train.command import add_arguments, recipe_of
 from torch_dflash.train.evaluate import HeldOut, HeldOutPlan, figures, make_held_out
-from torch_dflash.train.export import export_drafter
+from torch_dflash.train.export import export
 from torch_dflash.train.features import FeatureStore, device_features
 from torch_dflash.train.loop import CHECKPOINT, LOG, run, train, trim_log
-from torch_dflash.train.pipeline import make_trainer
 from torch_dflash.train.plot import held_out_curves, plot_log
 from torch_dflash.train.records import Answer
+from torch_dflash.train.start import gamma_of, make_trainer
 from torch_dflash.train.texts import free_mask_id
-from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, gamma_of
+from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
 from torch_dflash.train.warm_start import drafter_config
 
 MASK = 257
@@ -193,7 +193,7 @@ def test_a_half_written_log_line_is_dropped(tmp_path: Path):
 def test_an_exported_drafter_has_z_labs_names_and_loads(small, tmp_path: Path):
     trainer, state, _, _ = small
     config = trainer.drafter.config
-    export_drafter(config, state.params, tmp_path, 256)
+    export(config, state.params, tmp_path, 256)
     assert read_drafter_config(tmp_path) == config
     tensors = load_file(tmp_path / "model.safetensors")
     block = [
@@ -218,7 +218,7 @@ def test_a_byte_level_drafter_learns(tmp_path: Path):
     trainer, state, order, store = trainer_of(pair, answers, plan, BatchPlan(rows=8, anchors=12, max_tokens=128))
     untrained = {name: value.copy() for name, value in (state.params | trainer.buffers).items()}
     *_, (state, _) = train(trainer, state, order, store, plan.steps)
-    export_drafter(trainer.drafter.config, state.params, tmp_path)
+    export(trainer.drafter.config, state.params, tmp_path)
     learnt = load_pair(BYTES_PAIR / "target", tmp_path)
     before = replace(learnt, params=learnt.params | {"drafter": untrained})
     taus = [figures("held out", generate(p, HELD_OUT, 64)).tau for p in (before, learnt)]

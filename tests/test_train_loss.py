@@ -25,18 +25,15 @@ from torch_dflash.propose import DrafterFunctions
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
 from torch_dflash.train.features import signal_function
-from torch_dflash.train.loss import (
+from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, packed_attention
+from torch_dflash.train.objective import (
     ABSENT,
     Candidates,
     Frozen,
     Objective,
     Teacher,
-    block_hidden,
-    block_labels,
-    block_loss,
     dynamic_weights,
-    lower_drafter,
-    packed_attention,
+    labels_behind,
 )
 
 GAMMA = 2.0
@@ -243,12 +240,12 @@ def test_measures_of_a_batch(tiny: Loaded):
     lowered, params = lowered_of(tiny)
     frozen = frozen_of(tiny)
     hidden = block_hidden(lowered, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
-    labels, inside = block_labels(batch, 4)
+    labels, inside = labels_behind(batch, 3)
     guesses = np.asarray((hidden @ frozen.head.T).argmax(axis=-1))
     ids = batch.token_ids.at[0, 3].set(int(guesses[0, 0, 0]))  # anchor 2: its first guess is right
     ids = ids.at[0, 6].set((int(guesses[0, 1, 0]) + 1) % 11).at[0, 7].set(int(guesses[0, 1, 1]))  # anchor 5: its second
     easy = replace(batch, token_ids=ids)
-    labels, inside = block_labels(easy, 4)
+    labels, inside = labels_behind(easy, 3)
     right = (guesses == np.asarray(labels)) & np.asarray(inside)
     steps = right[USED]
     _, measures = block_loss(lowered, EXPONENTIAL, params, frozen, features, easy, None)
@@ -259,7 +256,7 @@ def test_measures_of_a_batch(tiny: Loaded):
 
 def test_labels_are_the_tokens_behind_the_anchor():
     batch = replace(batch_of(12), token_ids=jnp.arange(24).reshape(2, 12))
-    labels, inside = block_labels(batch, 4)
+    labels, inside = labels_behind(batch, 3)
     assert labels[0, 1].tolist() == [6, 7, 8]
     assert inside[0].tolist() == [[True] * 3, [True] * 3, [True, True, False]]
     assert inside[1].tolist() == [[True] * 3, [True, True, False], [False] * 3]

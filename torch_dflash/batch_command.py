@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--out {arguments.out} is there already: name another file, or remove it")
     draft_name(arguments)
     use_compilation_cache()
-    pair = load(arguments)
+    pair = load(arguments, draft_name(arguments))
     requests = _requests(pair, prompts, sampling, arguments)
     engine = _engine(pair, requests, arguments)
     return _answer(pair, engine, requests, arguments.out)

@@ -89,8 +89,8 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     training = commands.add_parser(
         "train",
         help="train a drafter",
-        description="Train a DFlash drafter for a target: the target answers prompts, and a drafter learns to foresee "
-        "its answers.",
+        description="Train a drafter for a target, DFlash's or an EAGLE-3 head: the target answers prompts, and the "
+        "drafter learns to foresee its answers.",
     )
     if argv[:1] == ["train"]:  # only then is it worth the seconds that its imports take
         _add_training_arguments(training)

@@ -42,11 +42,16 @@ def read_eagle3_config(folder: Path, target: TargetConfig) -> Eagle3Config:
     return config
 
 
+def default_tap_inputs(depth: int) -> list[int]:
+    """Layers whose inputs EAGLE's code taps.  Example: 32 -> [2, 16, 29]"""
+    return [2, depth // 2, depth - 3]
+
+
 def _taps(fields: Fields, depth: int) -> tuple[int, ...]:
     """Outputs of the layers before those whose inputs are meant."""
     ids = fields.child("eagle_config").get("eagle_aux_hidden_state_layer_ids")
     if ids is None:
-        ids = [2, depth // 2, depth - 3]
+        ids = default_tap_inputs(depth)
     if type(ids) is not list or len(ids) != NUM_TAPS or any(type(i) is not int for i in ids):
         fields.refuse("eagle_config", f"eagle_aux_hidden_state_layer_ids must be {NUM_TAPS} layer numbers")
     taps = tuple(i - 1 for i in ids)

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     text = _read_prompt(arguments)
     with _open_trace(arguments.trace) as trace_file:
         use_compilation_cache()
-        pair = load(arguments)
+        pair = load(arguments, draft_name(arguments))
         prompt = _chat(pair, text, arguments.no_chat)
         options = _options(arguments, sampling)
         result = _write(pair, prompt, options, arguments)

@@ -45,13 +45,13 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-def load(arguments: argparse.Namespace) -> "Pair":
-    """The pair that the arguments name."""
+def load(arguments: argparse.Namespace, draft: str | None) -> "Pair":
+    """The target that the arguments name with a drafter, mostly `draft_name`; None loads none."""
     from torch_dflash.pair import load_pair
     from torch_dflash.sharding import platform_over
 
     platform, block_size = platform_over(arguments.tp, arguments.dp), arguments.block_size
-    return load_pair(arguments.target, draft_name(arguments), arguments.dtype, block_size=block_size, platform=platform)
+    return load_pair(arguments.target, draft, arguments.dtype, block_size=block_size, platform=platform)
 
 
 def num_drafts_of(arguments: argparse.Namespace) -> int | str | None:

@@ -185,6 +185,19 @@ def load_pair(
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
 
 
+def with_head(pair: Pair, head: str | Path) -> Pair:
+    """The pair's target, in the same memory, with an EAGLE-3 head in the drafter's place: a folder or hub id. Raises
+    InputError for anything else."""
+    folder, target = resolve_draft(str(head)), pair.target.config
+    config, platform = read_eagle3_config(folder, target), pair.target.platform
+    check_divides(target, config, platform.model)
+    with timed(f"load EAGLE-3 head {head}, {pair.dtype.name}"):
+        _, module = load_eagle3(folder, target, DTYPES[pair.dtype.name])
+        functions = lower_eagle3(module, config)
+        params = {"target": pair.params["target"], "drafter": _placed(take_tensors(module), platform)}
+    return replace(pair, drafter=functions, params=params, compiled=set())
+
+
 def _lowered(
     folder: Path, config: DrafterConfig | Eagle3Config, target_config: TargetConfig, target: Target, dtype: torch.dtype
 ) -> tuple[DrafterFunctions | Eagle3Functions, torch.nn.Module]:

@@ -39,14 +39,14 @@ def drafts(target: Target, head: Eagle3, features: Tensor, next_ids: list[int], 
     """Drafts behind next_ids [T], the tokens behind the T positions of features [T,3*D]. Each one recomputes all."""
     hidden, ids = head.fuse(features[None]), list(next_ids)
     for _ in range(num_drafts):
-        out = _head_pass(head, target.embed(torch.tensor([ids], dtype=torch.int32)), hidden)
+        out = head_pass(head, target.embed(torch.tensor([ids], dtype=torch.int32)), hidden)
         best = head.logits(out[:, -1]).argmax(-1)
         ids.append(int(head.target_ids(best)))
         hidden = torch.cat([hidden, out[:, -1:]], dim=1)
     return ids[len(next_ids) :]
 
 
-def _head_pass(head: Eagle3, embeds: Tensor, hidden: Tensor) -> Tensor:
+def head_pass(head: Eagle3, embeds: Tensor, hidden: Tensor) -> Tensor:
     """Outputs [1,T,D] of the whole sequence."""
     positions = torch.arange(embeds.shape[1], dtype=torch.int32)
     visible = positions[:, None] >= positions

@@ -1,12 +1,11 @@
 """The measuring itself: every set's prompts, batch by batch, through all methods."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch_dflash.bench.datasets import Dataset
 from torch_dflash.bench.divergence import compared, judge
-from torch_dflash.bench.methods import METHODS
 from torch_dflash.bench.race import race
 from torch_dflash.bench.records import Batch
 from torch_dflash.engine import Engine
@@ -15,7 +14,7 @@ from torch_dflash.options import Sampling
 from torch_dflash.pace import Pace
 from torch_dflash.pair import Pair
 from torch_dflash.requests import Request
-from torch_dflash.service import engine_for, make_request
+from torch_dflash.service import engine_for, make_pace, make_request
 from torch_dflash.tokenizer import as_chat, encode_prompt
 
 WARM_UP_TOKENS = 32
@@ -23,14 +22,15 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Bench:
-    """How it is measured. num_drafts: None for all that the drafter has, or "auto". chat, thinking: see requests_of."""
+    """How it is measured. num_drafts: by method, a number or "auto"; the method's own where there is none. chat,
+    thinking: see requests_of."""
 
     methods: tuple[str, ...]
     rows: int
     max_new_tokens: int
     temperature: float
     seed: int
-    num_drafts: int | str | None
+    num_drafts: Mapping[str, int | str | None]
     steps_per_dispatch: int
     chat: bool
     thinking: bool
@@ -58,18 +58,21 @@ def check_thinking(pair: Pair, bench: Bench) -> None:
         raise InputError("--thinking is given, and the target's chat template has no enable_thinking: leave it out")
 
 
-def measure(pair: Pair, bench: Bench, dataset: str, requests: Sequence[Request], done: int) -> Iterator[Batch]:
-    """The batches of a set from prompt number `done` on; compiles first, if there are any."""
+def measure(
+    pairs: Mapping[str, Pair], bench: Bench, dataset: str, requests: Sequence[Request], done: int
+) -> Iterator[Batch]:
+    """The batches of a set from prompt number `done` on; compiles first, if there are any. pairs: by method, of one
+    target."""
     if done >= len(requests):
         return
     engines, warm_up = {}, {}
-    paces = {name: METHODS[name].pace(pair, bench.num_drafts) for name in bench.methods}
+    paces = {name: make_pace(pairs[name], name, bench.num_drafts.get(name)) for name in bench.methods}
     for name, pace in paces.items():
         begin = time.perf_counter()
-        engines[name] = warm_engine(pair, pace, requests, bench)
+        engines[name] = warm_engine(pairs[name], pace, requests, bench)
         warm_up[name] = time.perf_counter() - begin
     num_drafts = {name: pace.proposers[0].num_drafts for name, pace in paces.items()}
-    referee = judge(pair, requests)
+    referee = judge(next(iter(pairs.values())), requests)
     for first in range(done, len(requests), bench.rows):
         batch = requests[first : first + bench.rows]
         laps = race(engines, batch)

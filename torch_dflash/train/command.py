@@ -1,20 +1,28 @@
 """The arguments of `torch-dflash train`, and what it does with them."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
 from torch_dflash.train.evaluate import HeldOutPlan
-from torch_dflash.train.recipe import DrafterPlan, Recipe
+from torch_dflash.train.recipe import DrafterPlan, Eagle3Plan, Recipe
 from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import TrainPlan
 
 COUNTS = (
-    *("layers", "taps", "max_new_tokens", "answer_rows", "rounds"),
+    *("max_new_tokens", "answer_rows", "rounds"),
     *("steps", "rows", "anchors", "save_every", "eval_count", "mesh"),
 )
+# Options of one method: what they set is not in the other. None where they are not given.
+ONLY = {
+    "dflash": ("layers", "block_size", "taps", "mask_token_id"),
+    "eagle3": ("draft_vocab_size", "ttt_length"),
+}
+TTT_LENGTH = 7  # of EAGLE's public training code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("prompts", nargs="+", type=Path, metavar="PROMPTS", help='files of JSON lines, {"turns": [text, ...]}')
     add("--target", default="default", help="folder, hub id, or a shipped name (default: %(default)s)")
     add("--out", type=Path, required=True, help="folder of the run; an interrupted run goes on from it")
-    add("--layers", type=int, default=3, help="drafter layers (default: %(default)s)")
-    add("--block-size", type=int, default=8, help="tokens of a block, anchor included (default: %(default)s)")
-    add("--taps", type=int, default=4, help="tapped target layers (default: %(default)s)")
-    add("--tap-layers", type=int, nargs="+", default=(), help="which layers, instead of DFlash's choice")
-    add("--mask-token-id", type=int, help="default: the last special token that no text contains")
+    add("--method", choices=tuple(ONLY), default="dflash", help="what is trained (default: %(default)s)")
+    _add_shapes(parser)
     add("--limit", type=int, help="answer only so many prompts")
     add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     add(
@@ -52,9 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
     add("--train-seconds", type=float, help="instead of --steps: as many as fit, compilation included")
     add("--rows", type=int, default=16, help="texts of a step (default: %(default)s)")
-    add("--anchors", type=int, default=16, help="blocks of each text in a step (default: %(default)s)")
+    anchors = "positions of each text from which a step drafts (default: %(default)s)"
+    add("--anchors", type=int, default=16, help=anchors)
     add("--learning-rate", type=float, default=6e-4, help="at its highest (default: %(default)s)")
-    add("--gamma", type=float, help="decay of the loss weights (default: 4 for blocks of 8, 7 for 16)")
+    add("--gamma", type=float, help="decay of the loss weights (default: 4 for blocks of 8, 7 for 16, 4.5 for eagle3)")
     add(
         "--loss-weights",
         choices=("exponential", "dynamic"),
@@ -79,11 +85,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0)
 
 
+def _add_shapes(parser: argparse.ArgumentParser) -> None:
+    """What a drafter looks like; most of it is of one method."""
+    add, dflash, head = parser.add_argument, DrafterPlan(), Eagle3Plan()
+    add("--layers", type=int, help=f"dflash: drafter layers (default: {dflash.num_layers})")
+    add("--block-size", type=int, help=f"dflash: tokens of a block, anchor included (default: {dflash.block_size})")
+    add("--taps", type=int, help=f"dflash: tapped target layers (default: {dflash.num_taps})")
+    add("--tap-layers", type=int, nargs="+", default=(), help="which layers, instead of the method's own choice")
+    add("--mask-token-id", type=int, help="dflash: default: the last special token that no text contains")
+    rows = f"eagle3: rows of its head, the answers' most frequent tokens (default: {head.draft_vocab_size})"
+    add("--draft-vocab-size", type=int, metavar="N", help=rows)
+    passes = f"eagle3: passes that it is unrolled over, each on its own output (default: {TTT_LENGTH})"
+    add("--ttt-length", type=int, metavar="N", help=passes)
+
+
+def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
+    """The drafter's shape. Raises InputError for an option of the other method."""
+    for method, names in ONLY.items():
+        for name in names:
+            option, value = f"--{name.replace('_', '-')}", vars(args)[name]
+            if method != args.method and value is not None:
+                raise InputError(f"{option} is {value}: it has no meaning for --method {args.method}, leave it out")
+            if value is not None and name != "mask_token_id":
+                least, why = (2, "the anchor and a draft") if name == "block_size" else (1, "")
+                checked_integer(value, option, least, why=why)
+    taps = tuple(args.tap_layers)
+    if args.method == "eagle3":
+        return replace(Eagle3Plan(taps=taps), **_given(draft_vocab_size=args.draft_vocab_size))
+    shape = {"num_layers": args.layers, "block_size": args.block_size, "num_taps": args.taps}
+    return replace(DrafterPlan(taps=taps), **_given(**shape, mask_token_id=args.mask_token_id))
+
+
+def _given(**values: int | None) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The arguments as a recipe. Raises InputError for those that are out of range or do not fit together."""
     for name in COUNTS:
         checked_integer(vars(args)[name], f"--{name.replace('_', '-')}", 1)
-    checked_integer(args.block_size, "--block-size", 2, why="the anchor and a draft")
+    drafter = _drafter_plan(args)
     if args.limit is not None:
         checked_integer(args.limit, "--limit", 1)
     if not args.accelerator and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
@@ -97,7 +138,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         raise InputError("--sampled is for answers without --accelerator, which has --rounds")
     checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
-        drafter=DrafterPlan(args.layers, args.block_size, args.taps, tuple(args.tap_layers), args.mask_token_id),
+        drafter=drafter,
         answers=AnswerPlan(
             args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit, sampled=args.sampled
         ),
@@ -108,6 +149,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             weights=args.loss_weights,
             gamma=args.gamma,
             distill=args.distill,
+            ttt_length=(args.ttt_length or TTT_LENGTH) if args.method == "eagle3" else None,
             negatives=None if args.accelerator else TrainPlan().negatives,
             compute=args.dtype,
             seed=args.seed,

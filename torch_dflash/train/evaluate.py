@@ -19,6 +19,7 @@ from torch_dflash.errors import InputError
 from torch_dflash.options import Sampling
 from torch_dflash.pair import Pair, load_pair
 from torch_dflash.propose import DrafterFunctions
+from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.answers import prompt_ids
 from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import BUFFERS
@@ -82,7 +83,7 @@ class HeldOut:
     def due(self, step: int, steps: int) -> bool:
         return step % self.plan.every == 0 or step == steps
 
-    def __call__(self, drafter: DrafterFunctions, params: Params) -> dict[str, SetFigures]:
+    def __call__(self, drafter: DrafterFunctions | Eagle3Functions, params: Params) -> dict[str, SetFigures]:
         """Decode with a drafter under training, its parameters rounded to the pair's dtype, buffers as they are.
 
         Parameters are arguments of what is compiled: only the first call compiles.

@@ -27,7 +27,8 @@ from bridge.views import Params
 from torch_dflash.errors import InputError
 from torch_dflash.train.batches import Data, padded_length
 from torch_dflash.train.checkpoint import write_atomically
-from torch_dflash.train.loss import Teacher, product_dtype
+from torch_dflash.train.loss import product_dtype
+from torch_dflash.train.objective import Teacher
 from torch_dflash.verify import TargetFunctions
 
 BATCH_TOKENS = 4096

@@ -16,7 +16,7 @@ from torch_dflash.train.batches import Order
 from torch_dflash.train.checkpoint import load_state, save_state, write_atomically
 from torch_dflash.train.evaluate import HeldOut
 from torch_dflash.train.features import FeatureStore
-from torch_dflash.train.loss import Measures
+from torch_dflash.train.objective import Measures
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"

@@ -11,22 +11,19 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from bridge.platform import own_platform
-from bridge.views import Params, take_params
-from torch_dflash.config import DrafterConfig
 from torch_dflash.errors import InputError
-from torch_dflash.pair import Pair, load_pair
-from torch_dflash.train.batches import Data, Order
+from torch_dflash.pair import load_pair
+from torch_dflash.train.batches import Order
 from torch_dflash.train.checkpoint import write_atomically
 from torch_dflash.train.evaluate import make_held_out
-from torch_dflash.train.export import export_drafter
+from torch_dflash.train.export import export
 from torch_dflash.train.features import FeatureStore, cache_features, device_features
 from torch_dflash.train.loop import LOG, run, train
-from torch_dflash.train.loss import Frozen, lower_drafter
 from torch_dflash.train.plot import plot_log
-from torch_dflash.train.recipe import DrafterPlan, Recipe
-from torch_dflash.train.texts import free_mask_id, label_vocabulary, make_answers, prepare
-from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
-from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
+from torch_dflash.train.recipe import Recipe
+from torch_dflash.train.start import start
+from torch_dflash.train.texts import make_answers, prepare
+from torch_dflash.train.trainer import Trainer, TrainState
 
 CALIBRATION_STEPS = 30
 TEACHER_SIZE = 8  # the target's tokens that distillation sees at each position
@@ -47,30 +44,21 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
         raise InputError(
             f"{len(data.lengths)} usable answers do not fill a step of {recipe.batches.rows}: lower --rows"
         )
-    config = settled_config(pair, data, recipe.drafter)
-    params = pair.params["target"]
-    trainer, state = make_trainer(config, params, data, recipe.training, mesh)
+    trainer, state = start(pair, data, recipe.drafter, recipe.training, mesh)
     store: FeatureStore
+    params, taps = pair.params["target"], trainer.drafter.config.target_layer_ids
     teacher_size = TEACHER_SIZE if recipe.training.distill else 0
     if recipe.accelerator:
-        store = device_features(pair.target, params, config.target_layer_ids, data, teacher_size)
+        store = device_features(pair.target, params, taps, data, teacher_size)
     else:
-        store = cache_features(pair.target, params, config.target_layer_ids, data, folder, teacher_size)
+        store = cache_features(pair.target, params, taps, data, folder, teacher_size)
     order = Order(data, recipe.batches)
     steps = settled_steps(trainer, state, order, store, recipe, folder)
     state = run(trainer, state, order, store, folder, steps, held_out)
     eos = pair.target.config.eos_token_ids
-    export_drafter(config, state.params, folder / "drafter", eos[0] if eos else None)
+    export(trainer.drafter.config, state.params | trainer.buffers, folder / "drafter", eos[0] if eos else None)
     plot_log(folder / LOG, folder / "log.png")
     return folder / "drafter"
-
-
-def settled_config(pair: Pair, data: Data, plan: DrafterPlan) -> DrafterConfig:
-    """The plan with what it leaves open: mask token and taps. Raises InputError."""
-    target = pair.target.config
-    mask = free_mask_id(pair, data) if plan.mask_token_id is None else plan.mask_token_id
-    taps = plan.taps or default_taps(target.num_layers, plan.num_taps)
-    return drafter_config(target, plan.num_layers, plan.block_size, mask, taps)
 
 
 def make_mesh(recipe: Recipe) -> Mesh | None:
@@ -83,20 +71,6 @@ def make_mesh(recipe: Recipe) -> Mesh | None:
     if count == 1:
         return None
     return jax.make_mesh((count,), ("data",), axis_types=(AxisType.Auto,), devices=devices[:count])
-
-
-def make_trainer(
-    config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
-) -> tuple[Trainer, TrainState]:
-    """A drafter warm-started from the target's parameters, ready to train."""
-    module = warm_start(config, target_params)
-    lowered = lower_drafter(module, config)
-    params, buffers = split_buffers(take_params(module))
-    embedding = target_params["embed_tokens.weight"]
-    frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding))
-    vocabulary = None if plan.negatives is None else label_vocabulary(data)
-    trainer = Trainer(lowered, frozen, buffers, plan, vocabulary, mesh)
-    return trainer, trainer.start(params)
 
 
 def timed_steps(trainer: Trainer, state: TrainState, order: Order, store: FeatureStore, seconds: float) -> int:

@@ -20,10 +20,19 @@ class DrafterPlan:
 
 
 @dataclass(frozen=True)
+class Eagle3Plan:
+    """An EAGLE-3 head's shape. draft_vocab_size: rows of its head at most; there is none for a token that no answer
+    contains. taps: empty for EAGLE's own choice."""
+
+    draft_vocab_size: int = 8192
+    taps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recipe:
     """All that a training run is made of."""
 
-    drafter: DrafterPlan = field(default_factory=DrafterPlan)
+    drafter: DrafterPlan | Eagle3Plan = field(default_factory=DrafterPlan)
     answers: AnswerPlan = field(default_factory=AnswerPlan)
     batches: BatchPlan = field(default_factory=BatchPlan)
     training: TrainPlan = field(default_factory=TrainPlan)

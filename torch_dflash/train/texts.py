@@ -91,3 +91,11 @@ def label_vocabulary(data: Data) -> np.ndarray:
     """int32, ascending: every id that occurs in the texts."""
     inside = np.arange(data.token_ids.shape[1]) < data.lengths[:, None]
     return np.unique(data.token_ids[inside]).astype(np.int32)
+
+
+def frequent_ids(data: Data, count: int) -> np.ndarray:
+    """int32, ascending: the `count` ids that the answers hold most often; fewer where they hold no more."""
+    at = np.arange(data.token_ids.shape[1])
+    answers = (at >= data.first_anchor[:, None]) & (at < data.lengths[:, None])
+    ids, counts = np.unique(data.token_ids[answers], return_counts=True)
+    return np.sort(ids[np.argsort(-counts, kind="stable")[:count]]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""One training step: AdamW on the lowered drafter. The data of a step depends on nothing but its number."""
+"""One training step: AdamW on a lowered drafter. The data of a step depends on nothing but its number."""
 
 import functools
 from collections.abc import Callable
@@ -14,15 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.views import Params
 from torch_dflash.propose import DrafterFunctions
+from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.batches import Batch, generator
-from torch_dflash.train.loss import ABSENT, Candidates, Frozen, Measures, Objective, Teacher, block_loss
+from torch_dflash.train.objective import ABSENT, Candidates, Frozen, Loss, Measures, Teacher
 
-BUFFERS = ("rotary.inv_freq",)  # part of a module's state, never trained, never cast
+BUFFERS = ("rotary.inv_freq", "d2t")  # part of a module's state, never trained, never cast
 
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16.
+    """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16,
+    and weights 0.8^i for an EAGLE-3 head. ttt_length: passes that such a head is unrolled over; None for DFlash.
 
     negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
     compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
@@ -36,6 +38,7 @@ class TrainPlan:
     weights: str = "exponential"
     gamma: float | None = None
     distill: float = 0.0
+    ttt_length: int | None = None
     negatives: int | None = 1024
     compute: str = "bfloat16"
     seed: int = 0
@@ -78,13 +81,14 @@ def split_buffers(params: Params) -> tuple[Params, Params]:
 
 @dataclass(frozen=True, eq=False)
 class Trainer:
-    """What never changes in a run.
+    """What never changes in a run. drafter: what `loss` trains, lowered.
 
     vocabulary: int32, ascending, every id that occurs as a label; None: the loss is over all ids.
     mesh: the rows of a batch are spread over its axis "data"; None for one device.
     """
 
-    drafter: DrafterFunctions
+    drafter: DrafterFunctions | Eagle3Functions
+    loss: Loss
     frozen: Frozen
     buffers: Params
     plan: TrainPlan
@@ -119,40 +123,33 @@ class Trainer:
         others, count = self._other_ids, min(self.plan.negatives or 0, len(self._other_ids))
         drawn = generator(self.plan.seed, 3, number).choice(others, count, replace=False)
         ids = np.concatenate([self.vocabulary, drawn])
-        index = np.full(self.frozen.head.shape[0], ABSENT, np.int32)
+        index = np.full(self.frozen.embedding.shape[0], ABSENT, np.int32)
         index[ids] = np.arange(len(ids))
         return Candidates(ids, index)
 
     @functools.cached_property
     def _other_ids(self) -> np.ndarray:
         assert self.vocabulary is not None
-        return np.setdiff1d(np.arange(self.frozen.head.shape[0], dtype=np.int32), self.vocabulary)
+        return np.setdiff1d(np.arange(self.frozen.embedding.shape[0], dtype=np.int32), self.vocabulary)
 
     @functools.cached_property
     def _frozen(self) -> Frozen:
         return self.frozen if self.mesh is None else jax.device_put(self.frozen, self._everywhere)
 
-    def loss(self, params: Params, frozen: Frozen, features: Any, batch: Batch, candidates: Any, teacher: Any) -> Any:
-        """(loss, measures), with products in the plan's dtype. `params` are the trained ones."""
+    def cast_loss(self, params: Params, frozen: Frozen, features: Any, *data: Any) -> tuple[Array, Measures]:
+        """The loss, with products in the plan's dtype. `params` are the trained ones."""
         params, frozen, features = jax.tree.map(lambda x: x.astype(self.plan.compute), (params, frozen, features))
-        gamma = self.plan.gamma or gamma_of(self.drafter.config.block_size)
-        goal = Objective(self.plan.weights, gamma, self.plan.distill)
-        return block_loss(self.drafter, goal, params | self.buffers, frozen, features, batch, candidates, teacher)
+        return self.loss(params | self.buffers, frozen, features, *data)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., tuple[TrainState, Measures]]:
         optimiser = make_optimiser(self.plan)
 
         def step(state: TrainState, steps: Array, *data: Any) -> tuple[TrainState, Measures]:
-            (_, measures), gradient = jax.value_and_grad(self.loss, has_aux=True)(state.params, *data)
+            (_, measures), gradient = jax.value_and_grad(self.cast_loss, has_aux=True)(state.params, *data)
             updates, memory = optimiser.update(gradient, state.optimiser, state.params)
             rate = learning_rate(self.plan, state.step, steps)
             params = jax.tree.map(lambda old, update: old - rate * update, state.params, updates)
             return TrainState(params, memory, state.step + 1), measures
 
         return jax.jit(step, donate_argnums=0)
-
-
-def gamma_of(block_size: int) -> float:
-    """DFlash's decay of the loss weights.  Examples: 8 -> 4, 16 -> 7."""
-    return max(1.0, 1 + block_size * 3 / 8)

@@ -63,23 +63,29 @@ def warm_start(config: DrafterConfig, target: Params) -> Drafter:
     target: the target's parameters, in any dtype.
     """
     drafter = Drafter(config)
-    _fill_average(drafter.fc.weight, len(config.target_layer_ids))
+    average_taps(drafter.fc.weight, len(config.target_layer_ids))
     assert config.num_target_layers is not None  # `drafter_config` says it
     total, count = config.num_target_layers, len(config.layers)
     for index, layer in enumerate(drafter.layers):
-        source = f"layers.{total - 1 - (count - 1 - index) * max(total // (2 * count), 1)}."
-        held = {name.removeprefix(source): _tensor(value) for name, value in target.items() if name.startswith(source)}
+        held = layer_tensors(target, total - 1 - (count - 1 - index) * max(total // (2 * count), 1))
         layer.load_state_dict({name: held.get(name, torch.ones_like(t)) for name, t in layer.state_dict().items()})
-    drafter.norm.weight.data.copy_(_tensor(target["norm.weight"]))
+    drafter.norm.weight.data.copy_(to_tensor(target["norm.weight"]))
     drafter.hidden_norm.weight.data.fill_(1.0)
     return drafter.requires_grad_(False)
 
 
-def _tensor(value: Any) -> Tensor:
+def layer_tensors(target: Params, layer: int) -> dict[str, Tensor]:
+    """The parameters of a target layer by their names inside it, float32."""
+    source = f"layers.{layer}."
+    return {name.removeprefix(source): to_tensor(value) for name, value in target.items() if name.startswith(source)}
+
+
+def to_tensor(value: Any) -> Tensor:
+    """float32, a copy."""
     return torch.from_numpy(np.array(value, np.float32))
 
 
-def _fill_average(weight: Tensor, taps: int) -> None:
+def average_taps(weight: Tensor, taps: int) -> None:
     """[E,F*D]: every tap contributes 1/F of itself, and a little noise keeps the directions apart."""
     size = weight.shape[0]
     noise = torch.empty_like(weight).normal_(std=0.02 / taps, generator=torch.Generator().manual_seed(0))

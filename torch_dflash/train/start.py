@@ -1,0 +1,84 @@
+"""What a run begins with: a warm-started drafter of either kind, its loss, the trainer and the first state."""
+
+from functools import partial
+
+import numpy as np
+from jax.sharding import Mesh
+
+from bridge.views import Params, take_params
+from torch_dflash.config import DrafterConfig, Eagle3Config
+from torch_dflash.pair import Pair
+from torch_dflash.propose_eagle import lower_eagle3
+from torch_dflash.train.batches import Data
+from torch_dflash.train.eagle_loss import GAMMA, chain_loss
+from torch_dflash.train.loss import block_loss, lower_drafter
+from torch_dflash.train.objective import Frozen, Objective
+from torch_dflash.train.recipe import DrafterPlan, Eagle3Plan
+from torch_dflash.train.texts import free_mask_id, frequent_ids, label_vocabulary
+from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
+from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
+from torch_dflash.train.warm_start_eagle import head_config, warm_start_head
+
+
+def start(
+    pair: Pair, data: Data, drafter: DrafterPlan | Eagle3Plan, plan: TrainPlan, mesh: Mesh | None = None
+) -> tuple[Trainer, TrainState]:
+    """A new drafter for the pair's target, ready to train. Raises InputError for a plan that does not fit it."""
+    params = pair.params["target"]
+    if isinstance(drafter, DrafterPlan):
+        return make_trainer(settled_config(pair, data, drafter), params, data, plan, mesh)
+    ids = frequent_ids(data, drafter.draft_vocab_size)
+    config = head_config(pair.target.config, drafter.taps, len(ids))
+    return make_head_trainer(config, ids, pair.target.config.num_layers, params, plan, mesh)
+
+
+def settled_config(pair: Pair, data: Data, plan: DrafterPlan) -> DrafterConfig:
+    """The plan with what it leaves open: mask token and taps. Raises InputError."""
+    target = pair.target.config
+    mask = free_mask_id(pair, data) if plan.mask_token_id is None else plan.mask_token_id
+    taps = plan.taps or default_taps(target.num_layers, plan.num_taps)
+    return drafter_config(target, plan.num_layers, plan.block_size, mask, taps)
+
+
+def make_trainer(
+    config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
+) -> tuple[Trainer, TrainState]:
+    """A DFlash drafter warm-started from the target's parameters, ready to train."""
+    module = warm_start(config, target_params)
+    lowered = lower_drafter(module, config)
+    params, buffers = split_buffers(take_params(module))
+    embedding = target_params["embed_tokens.weight"]
+    frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding))
+    vocabulary = None if plan.negatives is None else label_vocabulary(data)
+    loss = partial(block_loss, lowered, _objective(plan, gamma_of(config.block_size)))
+    trainer = Trainer(lowered, loss, frozen, buffers, plan, vocabulary, mesh)
+    return trainer, trainer.start(params)
+
+
+def make_head_trainer(
+    config: Eagle3Config,
+    ids: np.ndarray,
+    num_layers: int,
+    target_params: Params,
+    plan: TrainPlan,
+    mesh: Mesh | None = None,
+) -> tuple[Trainer, TrainState]:
+    """An EAGLE-3 head warm-started from the parameters of a target of num_layers layers. ids: what its rows stand
+    for."""
+    assert plan.ttt_length is not None
+    module = warm_start_head(config, ids, target_params, num_layers)
+    lowered = lower_eagle3(module, config)
+    params, buffers = split_buffers(take_params(module))
+    frozen = Frozen(target_params["embed_tokens.weight"], None)
+    loss = partial(chain_loss, lowered, _objective(plan, GAMMA), plan.ttt_length)
+    trainer = Trainer(lowered, loss, frozen, buffers, plan, None, mesh)
+    return trainer, trainer.start(params)
+
+
+def _objective(plan: TrainPlan, gamma: float) -> Objective:
+    return Objective(plan.weights, plan.gamma or gamma, plan.distill)
+
+
+def gamma_of(block_size: int) -> float:
+    """DFlash's decay of the loss weights.  Examples: 8 -> 4, 16 -> 7."""
+    return max(1.0, 1 + block_size * 3 / 8)
