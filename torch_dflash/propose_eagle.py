@@ -42,7 +42,7 @@ def lower_eagle3(module: Eagle3, config: Eagle3Config) -> Eagle3Functions:
 @dataclass(frozen=True)
 class Eagle3Drafts:
     """K autoregressive passes over paged K/V. The K/V of drafts lie behind the context, hidden by its length, and are
-    overwritten by the next absorb."""
+    overwritten by the next absorb. Drafts are the head's likeliest tokens at any temperature (see `DFlash`)."""
 
     head: Eagle3Functions
     target: TargetFunctions
