@@ -12,13 +12,13 @@ from helpers import BYTES_PAIR, Loaded, prompt_of
 from bridge.positions import pages_for
 from torch_dflash import reference
 from torch_dflash.device import Device
-from torch_dflash.engine import Engine, positions_needed
+from torch_dflash.engine import Engine
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.options import GREEDY, Choice, Sampling
 from torch_dflash.pace import Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import Proposer
-from torch_dflash.requests import Request, Run
+from torch_dflash.requests import Request, Run, positions_needed
 from torch_dflash.state import Capacity, Chunk, Round, Until
 from torch_dflash.tokenizer import load_tokenizer
 

@@ -16,7 +16,7 @@ from torch_dflash.invariants import check_invariants
 from torch_dflash.metrics import TraceEntry
 from torch_dflash.options import NOTHING, Choice
 from torch_dflash.pace import Measured, Pace
-from torch_dflash.requests import Request, Run
+from torch_dflash.requests import Request, Run, positions_needed
 from torch_dflash.sampling import choose_greedily
 from torch_dflash.state import Capacity, Chunk, Round, Until
 from torch_dflash.tokenizer import TextPieces
@@ -80,9 +80,8 @@ class Engine:
         """Admit requests, then prefill a chunk or decode a dispatch, in turns where both are wanted. Returns the runs
         that have new tokens; finished ones for the last time."""
         self._admit()
-        decoding = any(run is not None and run.decoding for run in self.rows)
-        prefilling = any(run is not None and not run.decoding for run in self.rows)
-        self.prefilled_last = prefilling and not (decoding and self.prefilled_last)
+        prefilling, decoding = self._held(decoding=False), self._held(decoding=True)
+        self.prefilled_last = bool(prefilling) and not (decoding and self.prefilled_last)
         moved = self._prefill() if self.prefilled_last else self._decode()
         self._retire()
         if os.environ.get("TORCH_DFLASH_DEBUG") == "1":
@@ -127,6 +126,10 @@ class Engine:
     def _positions(self, request: Request) -> int:
         return positions_needed(request, self.pace.proposers[0].num_drafts, self.pair.target.config.context_limit)
 
+    def _held(self, decoding: bool) -> dict[int, Run]:
+        """The runs that have a row, by row: those that decode, or those whose prompt is being processed."""
+        return {row: run for row, run in enumerate(self.rows) if run is not None and run.decoding == decoding}
+
     def _admit(self) -> None:
         """Waiting requests take free rows, in their order, as long as there are pages."""
         for row, held in enumerate(self.rows):
@@ -143,8 +146,7 @@ class Engine:
         """Prompt chunks, about PREFILL_CHUNK tokens in all, so that decoding rows do not wait long, of the requests
         that came first. Returns the runs that got their first token."""
         left, started = PREFILL_CHUNK, []
-        runs = [(row, run) for row, run in enumerate(self.rows) if run is not None and not run.decoding]
-        for row, run in sorted(runs, key=lambda item: item[1].begin):
+        for row, run in sorted(self._held(decoding=False).items(), key=lambda item: item[1].begin):
             while left > 0 and not run.token_ids:
                 left -= self._prefill_chunk(row, run)
                 if run.token_ids:
@@ -170,7 +172,7 @@ class Engine:
 
     def _decode(self) -> list[Run]:
         """One dispatch of the decoding rows. Returns their runs."""
-        active = {row: run for row, run in enumerate(self.rows) if run is not None and run.decoding}
+        active = self._held(decoding=True)
         if active:
             columns = self.capacity.columns([*active])
             rounds, count = self._dispatch(
@@ -197,8 +199,7 @@ class Engine:
 
     def _most_steps(self) -> int:
         """Rows that are still being prefilled wait for the dispatch's end: it is shorter then."""
-        prefilling = any(run is not None and not run.decoding for run in self.rows)
-        return max(1, self.device.max_steps // 2) if prefilling else self.device.max_steps
+        return max(1, self.device.max_steps // 2) if self._held(decoding=False) else self.device.max_steps
 
     def _retire(self) -> None:
         """Free the rows whose requests have finished. The device need not know: a dispatch names its rows."""
@@ -234,12 +235,6 @@ def make_pages(capacity: Capacity, lookahead: int) -> PageAllocator | GroupedPag
     """The host's side of the K/V memory."""
     shape = (capacity.num_pages, capacity.page_size, capacity.rows, capacity.pages_per_row, lookahead)
     return PageAllocator(*shape) if capacity.groups == 1 else GroupedPages(*shape, capacity.groups)
-
-
-def positions_needed(request: Request, num_drafts: int, context_limit: int) -> int:
-    """Positions that a request may write: the last round's anchor is the last token but one, its drafts lie behind, and
-    nothing lies behind the context limit."""
-    return min(len(request.prompt_ids) + request.max_new_tokens + num_drafts, context_limit)
 
 
 def _take(run: Run, rounds: Round, i: int, column: int) -> None:

@@ -79,3 +79,9 @@ class Run:
         if kept[-1] in self.request.stop_ids or (self.pieces is not None and self.pieces.stopped):
             return "stop"
         return "length" if len(self.token_ids) + len(kept) == self.request.max_new_tokens else None
+
+
+def positions_needed(request: Request, num_drafts: int, context_limit: int) -> int:
+    """Positions that a request may write: the last round's anchor is the last token but one, its drafts lie behind, and
+    nothing lies behind the context limit."""
+    return min(len(request.prompt_ids) + request.max_new_tokens + num_drafts, context_limit)

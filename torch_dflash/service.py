@@ -6,13 +6,13 @@ from typing import Any
 
 from bridge.positions import pages_for, power_of_two
 from torch_dflash.device import Device
-from torch_dflash.engine import PAGE_SIZE, Engine, positions_needed
+from torch_dflash.engine import PAGE_SIZE, Engine
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.options import GREEDY, Sampling
 from torch_dflash.pace import Adaptive, Pace, Steady
 from torch_dflash.pair import Pair
 from torch_dflash.propose import DFlash
-from torch_dflash.requests import Request
+from torch_dflash.requests import Request, positions_needed
 from torch_dflash.sampling import choose, choose_greedily
 from torch_dflash.state import Capacity
 from torch_dflash.tokenizer import Prompt, encode_prompt, eos_ids
