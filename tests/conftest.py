@@ -15,6 +15,8 @@ from torch_dflash import Pair, load_pair
 
 torch.set_num_threads(1)
 
+MOST_MAPPINGS = 16_000
+
 
 @pytest.fixture(autouse=True)
 def no_lasting_cache() -> Iterator[None]:
@@ -23,6 +25,16 @@ def no_lasting_cache() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir is not None:
         jax.config.update("jax_compilation_cache_dir", None)
         compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_programs() -> Iterator[None]:
+    """Each compiled program takes memory mappings, of which a process has 65,530 on Linux; without one, XLA crashes.
+    What a file has compiled serves the next ones as long as there is room."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_text().count("\n") > MOST_MAPPINGS:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
