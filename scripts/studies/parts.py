@@ -22,9 +22,9 @@ from jax import Array, lax
 from torch_dflash.device import Device
 from torch_dflash.options import NOTHING
 from torch_dflash.pair import Pair
-from torch_dflash.propose import AllParams, DFlash, Proposer
+from torch_dflash.propose import AllParams, DFlash, Guess, Proposer
 from torch_dflash.sampling import choose_greedily, greedy
-from torch_dflash.state import Capacity, DecodeState, DraftState
+from torch_dflash.state import Capacity, DecodeState, DraftState, Until
 
 MORE = 3
 ENDLESS = 2**20  # a budget that no dispatch here uses up
@@ -43,7 +43,7 @@ class FreeDrafts(DFlash):
         assert state.draft is not None
         return replace(state.draft, draft_len=state.committed_len)
 
-    def draft(self, params: AllParams, state: DecodeState, tables: Array) -> tuple[Array, DraftState]:
+    def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, DraftState]:
         assert state.draft is not None
         after = state.anchor[:, None] + jnp.arange(1, self.num_drafts + 1, dtype=jnp.int32)
         return after % self.target.config.vocab_size, state.draft
@@ -82,7 +82,7 @@ def whole_step(device: Device, proposer: Proposer) -> Part:
         device.state = at_context(device.state, context)
         device.wait()
         begin = time.perf_counter()
-        _, count = device.decode(rows, tables, [NOTHING] * len(rows), proposer, steps)
+        _, count = device.decode(rows, tables, [NOTHING] * len(rows), proposer, Until(steps, 1))
         seconds = time.perf_counter() - begin
         assert count == steps, "a budget ended"
         return seconds

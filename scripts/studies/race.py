@@ -8,7 +8,7 @@ from itertools import islice
 from studies.cost_model import DFLASH, STEP, Host, Measured
 from studies.parts import Part, drafting, free_drafts, make_device, most_growth, rounds, whole_step
 from torch_dflash.bench.datasets import Dataset
-from torch_dflash.bench.methods import METHODS, PLAIN
+from torch_dflash.bench.methods import PLAIN
 from torch_dflash.bench.race import race
 from torch_dflash.bench.records import Batch
 from torch_dflash.bench.runner import Bench, requests_of, warm_engine
@@ -18,19 +18,20 @@ from torch_dflash.errors import InputError
 from torch_dflash.pair import Pair
 from torch_dflash.propose import DFlash, Proposer
 from torch_dflash.requests import Request
+from torch_dflash.service import make_pace
 
 ROUNDS = 2  # of costs before each prompt
 
 
 def bench_for(max_new_tokens: int, steps_per_dispatch: int) -> Bench:
     """Greedy, one row, all drafts, chat template where there is one."""
-    return Bench(tuple(STEP), 1, max_new_tokens, 0.0, 0, None, steps_per_dispatch, chat=True, thinking=False)
+    return Bench(tuple(STEP), 1, max_new_tokens, 0.0, 0, {}, steps_per_dispatch, chat=True, thinking=False)
 
 
 def measure(pair: Pair, bench: Bench, dataset: Dataset) -> Measured:
     """Of one set. Raises InputError for prompts that do not fit, and where no prompt has a second token."""
     requests = requests_of(pair, dataset, bench)
-    engines = {name: warm_engine(pair, METHODS[name].pace(pair, None), requests, bench) for name in STEP}
+    engines = {name: warm_engine(pair, make_pace(pair, name, None), requests, bench) for name in STEP}
     hosts = {name: Host(between_dispatches(e, requests[0]), e.device.max_steps) for name, e in engines.items()}
     parts = parts_for(pair, engines)
     drafts = engines[DFLASH].pace.proposers[0].num_drafts
