@@ -14,7 +14,7 @@ from gate import Case, check, compiled, demands_of, lowered, programs_for
 import torch_dflash.stacked
 import torch_dflash.verify
 from bridge.platform import Platform
-from torch_dflash import decode, propose
+from torch_dflash import decode, sampling
 from torch_dflash.errors import InputError
 from torch_dflash.tpu.chips import CHIPS, chip_named
 from torch_dflash.tpu.compile import platform_of
@@ -102,7 +102,7 @@ def test_hidden_states_that_are_spread_over_chips_are_found(monkeypatch: pytest.
 
 
 def test_gathered_logits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(propose, "greedy", lambda logits: jnp.argsort(logits, axis=-1)[..., -1].astype(jnp.int32))
+    monkeypatch.setattr(sampling, "greedy", lambda logits: jnp.argsort(logits, axis=-1)[..., -1].astype(jnp.int32))
     refused("exchanges between chips", replace(SMALL, tp=3))
 
 
