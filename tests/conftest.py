@@ -15,7 +15,7 @@ from torch_dflash import Pair, load_pair
 
 torch.set_num_threads(1)
 
-MOST_MAPPINGS = 16_000
+MOST_MAPPINGS = 8_000
 
 
 @pytest.fixture(autouse=True)
