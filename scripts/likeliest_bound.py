@@ -54,17 +54,16 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
-    pair, target = (
-        load_pair(args.target, args.draft, args.dtype),
-        load_target(resolve_target(args.target), torch.float32)[1],
-    )
+    pair = load_pair(args.target, args.draft, args.dtype)
+    _, target = load_target(resolve_target(args.target), torch.float32)
+    block_size = pair.proposer(None, None).num_drafts + 1
     for path in args.prompts:
         ids = [prompt_ids(pair, text) for text in read_prompts(path)[: args.count]]
         sampling = [Sampling(temperature=args.temperature, seed=i) for i in range(len(ids))]
         results = generate(pair, ids, args.max_new_tokens, sampling=sampling)
         right = [likeliest(target, prompt, result.token_ids) for prompt, result in zip(ids, results, strict=True)]
-        kept, share = sum(map(len, right)), sum(map(sum, right)) / sum(map(len, right))
-        least = sum(steps(each, pair.proposer(None, None).num_drafts + 1) for each in right)
+        kept, least = sum(map(len, right)), sum(steps(each, block_size) for each in right)
+        share = sum(map(sum, right)) / kept
         print(line(figures(path.stem, results)))
         print(f"  likeliest tokens: tau at most {kept / least:.2f}; {share:.2f} of {kept} drawn were the likeliest")
     return 0

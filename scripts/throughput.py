@@ -7,8 +7,8 @@ tokens / the engine's time from the first submit to the last token, prefill incl
 engines take turns, one step each, since a machine is fast and slow in spells of seconds; a ratio is taken within one
 repeat. Three requests a row: with one, most of what is seen is how the last rows end, alone. "auto" is
 num_drafts="auto": the engine measures and chooses. A dispatch's rows are padded to a power of two, as in an open
-engine. Every engine gets a first batch that is not counted, so that auto
-has its measurements as a server would. The last line is one JSON document.
+engine. Every engine gets a first batch that is not counted, so that auto has its measurements as a server would. The
+last line is one JSON document.
 """
 
 import argparse

@@ -29,8 +29,8 @@ def no_lasting_cache() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def room_for_programs() -> Iterator[None]:
-    """Each compiled program takes memory mappings, of which a process has 65,530 on Linux; without one, XLA crashes.
-    What a file has compiled serves the next ones as long as there is room."""
+    """Each compiled program takes memory mappings, of which a process has 65,530 on Linux. After very many files XLA's
+    compiler crashed; that this is why is a guess. What a file has compiled serves the next ones for a while."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > MOST_MAPPINGS:

@@ -153,7 +153,7 @@ def guess_loss(
 
 
 def _soft_loss(logits: Array, hard: Array, total: Array, teacher: Teacher, candidates: Candidates | None) -> Array:
-    """[R,A,B-1]: cross-entropy against the teacher's tokens that are among the candidates, their shares scaled to 1;
+    """[R,A,n]: cross-entropy against the teacher's tokens that are among the candidates, their shares scaled to 1;
     the hard token's where none is."""
     at = teacher.ids if candidates is None else candidates.index[teacher.ids]
     share = jax.nn.softmax(jnp.where(at == ABSENT, HIDDEN, teacher.log_probs), axis=-1)
