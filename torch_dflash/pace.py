@@ -108,7 +108,8 @@ class Adaptive:
 
     def _patience(self, rows: int, proposer: Proposer, times_slower: float) -> int:
         """Steps from one look at it to the next. A look at a slow one costs more, so it has to wait longer."""
-        often = min(FIRST_PROBE * 2 ** (self.seconds[rows, proposer].count - 1), PROBE_EVERY)
+        doublings = min(self.seconds[rows, proposer].count - 1, PROBE_EVERY.bit_length())  # or the number would grow
+        often = min(FIRST_PROBE << doublings, PROBE_EVERY)
         return round(often * min(times_slower, LONGER))
 
     def observe(self, measured: Measured) -> None:
