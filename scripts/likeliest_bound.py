@@ -15,14 +15,12 @@ from pathlib import Path
 
 import torch
 
-from torch_dflash import generate
 from torch_dflash.hub import resolve_target
 from torch_dflash.models.target import Target
-from torch_dflash.options import Sampling
 from torch_dflash.pair import DTYPES, load_pair, load_target
 from torch_dflash.reference import target_pass
 from torch_dflash.train.answers import prompt_ids
-from torch_dflash.train.evaluate import figures, line
+from torch_dflash.train.evaluate import decoded, figures, line
 from torch_dflash.train.records import read_prompts
 
 
@@ -58,10 +56,10 @@ def main() -> int:
     _, target = load_target(resolve_target(args.target), torch.float32)
     block_size = pair.proposer(None, None).num_drafts + 1
     for path in args.prompts:
-        ids = [prompt_ids(pair, text) for text in read_prompts(path)[: args.count]]
-        sampling = [Sampling(temperature=args.temperature, seed=i) for i in range(len(ids))]
-        results = generate(pair, ids, args.max_new_tokens, sampling=sampling)
-        right = [likeliest(target, prompt, result.token_ids) for prompt, result in zip(ids, results, strict=True)]
+        prompts = read_prompts(path)[: args.count]
+        results = decoded(pair, prompts, args.max_new_tokens, args.temperature)
+        answers = zip(prompts, results, strict=True)
+        right = [likeliest(target, prompt_ids(pair, text), result.token_ids) for text, result in answers]
         kept, least = sum(map(len, right)), sum(steps(each, block_size) for each in right)
         share = sum(map(sum, right)) / kept
         print(line(figures(path.stem, results)))

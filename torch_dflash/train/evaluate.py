@@ -58,10 +58,15 @@ def figures(name: str, results: Sequence[Result]) -> SetFigures:
 def evaluate(
     pair: Pair, name: str, prompts: Sequence[str], max_new_tokens: int, temperature: float = 0.0
 ) -> SetFigures:
+    """The figures of `decoded` answers."""
+    return figures(name, decoded(pair, prompts, max_new_tokens, temperature))
+
+
+def decoded(pair: Pair, prompts: Sequence[str], max_new_tokens: int, temperature: float = 0.0) -> list[Result]:
     """Answers to prompts (through the chat template where there is one). Above temperature 0 prompt i has seed i."""
     sampling = [Sampling(temperature=temperature, seed=i) for i in range(len(prompts))]
     ids = [prompt_ids(pair, prompt) for prompt in prompts]
-    return figures(name, generate(pair, ids, max_new_tokens, sampling=sampling))
+    return generate(pair, ids, max_new_tokens, sampling=sampling)
 
 
 @dataclass(frozen=True)
