@@ -48,6 +48,23 @@ def take_rows(table: Array, ids: Array) -> Array:
     return lax.platform_dependent(table, ids, cpu=as_bits, default=lambda table, ids: table[ids])
 
 
+def put_rows(table: Array, ids: Array, rows: Array) -> Array:
+    """The table with `rows` at ids along the first axis, no id twice; an id behind its end is dropped. On CPU by way of
+    integers, like `take_rows`."""
+
+    def put(table: Array, ids: Array, rows: Array) -> Array:
+        return table.at[ids].set(rows, mode="drop")
+
+    if table.dtype != jnp.bfloat16:
+        return put(table, ids, rows)
+
+    def as_bits(table: Array, ids: Array, rows: Array) -> Array:
+        table, rows = (lax.bitcast_convert_type(array, jnp.uint16) for array in (table, rows))
+        return lax.bitcast_convert_type(put(table, ids, rows), jnp.bfloat16)
+
+    return lax.platform_dependent(table, ids, rows, cpu=as_bits, default=put)
+
+
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in], accumulated in f32, returned in x's dtype.
 
@@ -65,7 +82,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def _environment() -> Any:
-    environment = torchax.default_env()
+    """An environment of our own: in a process that lowers other modules too (vLLM's), those keep torchax's."""
+    environment = torchax.tensor.Environment()
     environment.override_op_definition(
         torch.nn.functional.linear, lambda x, w, b=None: interop.call_jax(linear, x, w, b)
     )
@@ -114,6 +132,16 @@ class _Method(nn.Module):
 
 def _upright(name: str, array: Array) -> Array:
     return jnp.swapaxes(array, -1, -2) if name.endswith(TURNED) else array
+
+
+def call_foreign(module: nn.Module, params: Params, **keywords: Any) -> Any:
+    """Call a module that others have prepared for torchax, as they do: in torchax's own environment, by keywords.
+
+    For use under jax.jit. `params` may leave out what the call does not use.
+    """
+    with _TRACING, torchax.default_env():
+        state, keywords = interop.torch_view((params, keywords))
+        return interop.jax_view(torch.func.functional_call(module, state, kwargs=keywords, tie_weights=False))
 
 
 def lower(module: nn.Module, method: str = "forward") -> Callable[..., Any]:

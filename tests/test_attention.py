@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_twins import dense, numpy, random
 
 from bridge.attention import draft_attention, make_pool, paged_attention, write_pages
 from bridge.platform import CPU, from_storage, to_storage
@@ -21,31 +22,12 @@ attend_pages = jax.jit(functools.partial(paged_attention, platform=CPU))
 attend_draft = jax.jit(functools.partial(draft_attention, platform=CPU), static_argnames=("causal", "window"))
 
 
-def random(seed: int, *shape: int, dtype: jnp.dtype = jnp.float32) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
-
-
 @jax.jit
 def filled_pool(keys: jax.Array, values: jax.Array, lengths: jax.Array, poison: jax.Array) -> jax.Array:
     """The first `lengths` K/V of every row in its pages, `poison` in every other slot."""
     pool = make_pool(1, NUM_PAGES, PAGE_SIZE, KV_HEADS, HEAD_DIM, keys.dtype, CPU)
     pool = to_storage(jnp.full(pool.shape, poison), pool.dtype)
     return write_pages(pool, keys, values, 0, jnp.array(SHUFFLED), jnp.zeros(ROWS, jnp.int32), lengths)
-
-
-def dense(q: np.ndarray, key: np.ndarray, value: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """q [T,H,d], key and value [N,K,d], visible [T,N], one head after the other, in float64."""
-    out = np.zeros(q.shape)
-    for head in range(q.shape[1]):
-        kv_head = head // (q.shape[1] // key.shape[1])
-        scores = q[:, head].astype(np.float64) @ key[:, kv_head].T.astype(np.float64) / np.sqrt(q.shape[2])
-        weights = np.where(visible, np.exp(scores), 0)
-        out[:, head] = weights / weights.sum(1, keepdims=True) @ value[:, kv_head].astype(np.float64)
-    return out
-
-
-def numpy(array: jax.Array | np.ndarray) -> np.ndarray:
-    return np.asarray(array, np.float32)
 
 
 class Paged:

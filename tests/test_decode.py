@@ -9,9 +9,10 @@ from helpers import TARGET, Loaded, prompt_of, run_engine
 from jax import Array
 
 from torch_dflash import reference
+from torch_dflash.block import Guess
 from torch_dflash.engine import Engine
 from torch_dflash.metrics import TraceEntry
-from torch_dflash.propose import AllParams, Guess, Plain
+from torch_dflash.propose import AllParams, Plain
 from torch_dflash.requests import Request, Run
 from torch_dflash.state import Capacity, DecodeState
 

@@ -36,7 +36,7 @@ def test_golden_drafters(pair: str, block_size: int, taps: tuple, layers: tuple)
     assert (config.block_size, config.target_layer_ids, config.layers) == (block_size, taps, layers)
     assert (config.mask_token_id, config.num_target_layers, config.vocab_size) == (255, 6, 256)
     assert config.block.qk_norm
-    check_pair(read_target_config(GOLDEN / pair / "target"), config)
+    check_pair(read_target_config(GOLDEN / pair / "target").shape, config)
 
 
 def test_block_fields_may_stand_on_either_level(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_drafter_refusals(tmp_path: Path, changes: dict, field: str, value: str)
 def test_pair_refusals(changes: dict, field: str, value: str) -> None:
     base = read_drafter_config(GOLDEN / "qwen3-gqa" / "draft")
     with pytest.raises(InputError) as error:
-        check_pair(read_target_config(GOLDEN / "qwen3-gqa" / "target"), replace(base, **changes))
+        check_pair(read_target_config(GOLDEN / "qwen3-gqa" / "target").shape, replace(base, **changes))
     assert_line(error.value, field, value)
 
 
@@ -151,4 +151,4 @@ def test_pair_refuses_another_hidden_size() -> None:
     base = read_drafter_config(GOLDEN / "qwen3-gqa" / "draft")
     wide = replace(base, block=replace(base.block, hidden_size=128))
     with pytest.raises(InputError, match="drafter hidden_size is 128, but the target's hidden_size is 64"):
-        check_pair(read_target_config(GOLDEN / "qwen3-gqa" / "target"), wide)
+        check_pair(read_target_config(GOLDEN / "qwen3-gqa" / "target").shape, wide)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     ("bridge.platform", "bridge.positions", "bridge.torchax_import", "bridge"),
     ("bridge.jnp_attention", "bridge.tpu_attention"),
-    ("bridge.pages", "bridge.context", "bridge.draft_cache", "bridge.attention", "bridge.views"),
+    ("bridge.pages", "bridge.context", "bridge.draft_cache", "bridge.attention", "bridge.views", "bridge.vllm_pages"),
     ("torch_dflash.errors", "torch_dflash.config", "torch_dflash.metrics"),
     ("torch_dflash.config_fields", "torch_dflash.config_block", "torch_dflash.config_rope", "torch_dflash.models"),
     (
@@ -22,7 +22,7 @@ LAYERS = (
     ),
     ("torch_dflash.weights", "torch_dflash.tokenizer", "torch_dflash.default_model", "torch_dflash.hub"),
     ("torch_dflash.reference", "torch_dflash.state", "torch_dflash.sampling", "torch_dflash.accept"),
-    ("torch_dflash.stacked", "torch_dflash.sharding"),
+    ("torch_dflash.stacked", "torch_dflash.sharding", "torch_dflash.block"),
     (
         "torch_dflash.verify",
         "torch_dflash.propose",

@@ -18,10 +18,10 @@ from helpers import Loaded, golden_pair
 from torch import Tensor
 
 from bridge.views import Params, take_params
+from torch_dflash.block import DrafterFunctions
 from torch_dflash.decode import make_state
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.pair import load_drafter
-from torch_dflash.propose import DrafterFunctions
 from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
@@ -273,7 +273,7 @@ def test_training_sees_the_blocks_that_decoding_sees():
     ids = jnp.asarray(text[None].astype(np.int32))
     anchors = jnp.array([[4, 17, 30]], jnp.int32)
     features = signal_function(target, config.target_layer_ids)(params["target"], ids)[0]
-    lowered = DrafterFunctions(config, pair.drafter.absorb, pair.drafter.forward)  # the pair's own functions
+    lowered = pair.drafter
     embedding = params["target"]["embed_tokens.weight"]
     hidden = jax.jit(partial(block_hidden, lowered))(params["drafter"], embedding, features, ids, anchors)
     trained = target.logits(params["target"], hidden[0, :, 1:]).argmax(axis=-1)

@@ -11,6 +11,7 @@ from torch_dflash.bench import command as bench_command
 from torch_dflash.doctor import command as doctor_command
 from torch_dflash.errors import InputError
 from torch_dflash.tpu import command as tpu_command
+from torch_dflash.vllm import command as vllm_command
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -84,6 +85,14 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
             description="Say what a target and its drafter need and can reach on TPU chips that are not at hand: a "
             "memory plan, rooflines, the time per token predicted from them beside published figures, and what a "
             "verification costs against its number of tokens. Only shapes are read. All are model estimates.",
+        )
+    )
+    vllm_command.add_arguments(
+        commands.add_parser(
+            "vllm-check",
+            help="check this environment's vLLM",
+            description="Print what the vLLM plugin finds in this environment (vllm-tpu and tpu-inference), and which "
+            "names it replaces when a server starts with method dflash and MODEL_IMPL_TYPE=vllm.",
         )
     )
     training = commands.add_parser(

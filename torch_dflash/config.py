@@ -57,6 +57,15 @@ class BlockConfig:
 
 
 @dataclass(frozen=True)
+class TargetShape:
+    """What a drafter must fit."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
 class TargetConfig:
     """A Llama or Qwen3 target. `context_limit` is max_position_embeddings: positions 0..context_limit-1 exist."""
 
@@ -68,6 +77,10 @@ class TargetConfig:
     context_limit: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def shape(self) -> TargetShape:
+        return TargetShape(self.num_layers, self.block.hidden_size, self.vocab_size)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ family, where these are not in doubt.
 
 from pathlib import Path
 
-from torch_dflash.config import DrafterConfig, TargetConfig
+from torch_dflash.config import DrafterConfig, TargetConfig, TargetShape
 from torch_dflash.config_block import architecture, read_block, refuse_unsupported
 from torch_dflash.config_draft import read_draft
 from torch_dflash.config_fields import LARGEST_SIZE, MOST_LAYERS, Fields, load_fields, string_list
@@ -60,12 +60,12 @@ def stated_window(folder: Path) -> int | None:
     return None if fields.get("sliding_window") is None else fields.integer("sliding_window")
 
 
-def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
+def check_pair(target: TargetShape, drafter: DrafterConfig) -> None:
     """Raises InputError, naming the drafter's field, unless the drafter fits a target of this shape."""
     other = "this drafter was made for another target, use the one for this target"
     same = [
         ("num_target_layers", drafter.num_target_layers, "num_hidden_layers", target.num_layers),
-        ("hidden_size", drafter.block.hidden_size, "hidden_size", target.block.hidden_size),
+        ("hidden_size", drafter.block.hidden_size, "hidden_size", target.hidden_size),
         ("vocab_size", drafter.vocab_size, "vocab_size", target.vocab_size),
     ]
     for name, value, target_name, wanted in same:

@@ -204,7 +204,7 @@ def _document(pair: "Pair", result: "Result", plain: "Result | None", arguments:
 
 def _block_size(pair: "Pair") -> int | None:
     """Of a DFlash drafter."""
-    from torch_dflash.propose import DrafterFunctions
+    from torch_dflash.block import DrafterFunctions
 
     return pair.drafter.config.block_size if isinstance(pair.drafter, DrafterFunctions) else None
 

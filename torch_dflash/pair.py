@@ -15,6 +15,7 @@ from jax import Array
 
 from bridge.platform import Platform, own_platform
 from bridge.views import Params, take_tensors, to_jax
+from torch_dflash.block import DrafterFunctions, lower_drafter
 from torch_dflash.config import EAGLE3, ZLAB, DrafterConfig, Eagle3Config, Layout, TargetConfig
 from torch_dflash.config_eagle import is_eagle3, read_eagle3_config
 from torch_dflash.config_reader import check_pair, read_drafter_config, read_target_config
@@ -23,7 +24,7 @@ from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.eagle3 import Eagle3
 from torch_dflash.models.target import Target
-from torch_dflash.propose import AllParams, DFlash, DrafterFunctions, Plain, lower_drafter
+from torch_dflash.propose import AllParams, DFlash, Plain
 from torch_dflash.propose_eagle import Eagle3Drafts, Eagle3Functions, lower_eagle3
 from torch_dflash.sharding import axes_of, check_divides
 from torch_dflash.stacked import stack_layers, turn
@@ -178,9 +179,9 @@ def load_pair(
     if draft_folder is not None and config is not None:
         with timed(f"load drafter {draft}, {dtype}"):
             drafter, draft_module = _lowered(draft_folder, config, target_config, module, DTYPES[dtype])
-            params["drafter"] = _placed(take_tensors(draft_module), platform)
+            params["drafter"] = place_weights(take_tensors(draft_module), platform)
     functions, tensors = lower_target(module, target_config, platform), take_tensors(module)
-    params["target"] = _placed(stack_layers(tensors) if platform.stacked else tensors, platform)
+    params["target"] = place_weights(stack_layers(tensors) if platform.stacked else tensors, platform)
     tokenizer = load_tokenizer(target_folder)
     return Pair(functions, drafter, params, tokenizer, jnp.dtype(dtype))
 
@@ -194,7 +195,7 @@ def with_head(pair: Pair, head: str | Path) -> Pair:
     with timed(f"load EAGLE-3 head {head}, {pair.dtype.name}"):
         _, module = load_eagle3(folder, target, DTYPES[pair.dtype.name])
         functions = lower_eagle3(module, config)
-        params = {"target": pair.params["target"], "drafter": _placed(take_tensors(module), platform)}
+        params = {"target": pair.params["target"], "drafter": place_weights(take_tensors(module), platform)}
     return replace(pair, drafter=functions, params=params, compiled=set())
 
 
@@ -210,7 +211,7 @@ def _lowered(
     return lower_drafter(module, config), module
 
 
-def _placed(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
+def place_weights(tensors: dict[str, torch.Tensor], platform: Platform) -> Params:
     """The tensors on the devices, each its part. `tensors` is emptied on the way."""
     tensors = turn(tensors) if platform.turned else tensors
     names = list(tensors)
@@ -229,7 +230,7 @@ def _draft_config(folder: Path, target_folder: Path, block_size: int | None) -> 
             raise InputError(f"block_size is {block_size}: an EAGLE-3 head has no blocks, leave it out")
         return read_eagle3_config(folder, target)
     config = read_drafter_config(folder)
-    check_pair(target, config)
+    check_pair(target.shape, config)
     if block_size is None:
         return config
     why = f"the drafter was trained for {config.block_size}"

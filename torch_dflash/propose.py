@@ -16,15 +16,13 @@ from bridge.attention import draft_attention
 from bridge.context import append, make_context
 from bridge.draft_cache import write_context
 from bridge.positions import block_positions
-from bridge.views import Params, lower
+from bridge.views import Params
+from torch_dflash.block import DrafterFunctions, Guess, draft_block
 from torch_dflash.config import DrafterConfig
-from torch_dflash.models.drafter import Drafter
-from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity, DecodeState, DraftState, empty_pool
 from torch_dflash.verify import TargetFunctions
 
 AllParams = dict[str, Params]  # {"target": ..., "drafter": ...}
-Guess = Callable[[Array], Array]  # logits [R,K,V] behind the positions committed_len.. -> ids int32[R,K]
 
 
 class Proposer(Protocol):
@@ -108,27 +106,6 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class DrafterFunctions:
-    """The drafter's methods as pure JAX functions f(params, ...).
-
-    `embed` and `head` (logits and target_ids of a head of its own) are None where the target's serve.
-    """
-
-    config: DrafterConfig
-    absorb: Callable[..., tuple[Array, Array]]
-    forward: Callable[..., Array]
-    embed: Callable[..., Array] | None = None
-    head: tuple[Callable[..., Array], Callable[..., Array]] | None = None
-
-
-def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
-    """Lower a drafter module; its parameters are arguments of the results."""
-    embed = None if module.embed_tokens is None else lower(module, "embed")
-    head = None if module.lm_head is None else (lower(module, "logits"), lower(module, "target_ids"))
-    return DrafterFunctions(config, lower(module, "absorb"), lower(module), embed, head)
-
-
-@dataclass(frozen=True)
 class DFlash:
     """Block diffusion: one non-causal pass over [anchor, mask, ...] proposes the whole block (arXiv:2602.06036).
 
@@ -194,29 +171,14 @@ class DFlash:
 
     @jax.named_scope("draft")
     def draft(self, params: AllParams, state: DecodeState, tables: Array, guess: Guess) -> tuple[Array, DraftState]:
-        draft, anchor = state.draft, state.anchor[:, None]
+        draft = state.draft
         assert draft is not None
         if self.num_drafts == 0:  # the context is kept up all the same, so that drafting can be taken up again
-            return anchor[:, :0], draft
-        noise_ids = jnp.pad(
-            anchor, ((0, 0), (0, self.config.block_size - 1)), constant_values=self.config.mask_token_id
-        )
-        noise = self._embed(params, noise_ids)
-        positions = block_positions(draft.draft_len, self.config.block_size)
-        hidden = self.drafter.forward(params["drafter"], noise, positions, self._attend(draft, tables), None)
-        return self._ids(params, hidden[:, 1 : self.num_drafts + 1], guess), draft
-
-    def _embed(self, params: AllParams, ids: Array) -> Array:
-        own = self.drafter.embed
-        return self.target.embed(params["target"], ids) if own is None else own(params["drafter"], ids)
-
-    def _ids(self, params: AllParams, hidden: Array, guess: Guess) -> Array:
-        """Normed hidden states [R,K,E] -> int32[R,K], ids of the target. A drafter's own head is never replaced; it
-        knows fewer ids than the noise of `guess` has, so its likeliest are taken."""
-        if self.drafter.head is None:
-            return guess(self.target.logits(params["target"], hidden))
-        logits, target_ids = self.drafter.head
-        return target_ids(params["drafter"], greedy(logits(params["drafter"], hidden)))
+            return jnp.zeros((state.anchor.shape[0], 0), jnp.int32), draft
+        own, target, attend = params["drafter"], params["target"], self._attend(draft, tables)
+        start, num_drafts = draft.draft_len, self.num_drafts
+        ids = draft_block(self.drafter, own, self.target, target, state.anchor, start, num_drafts, attend, guess)
+        return ids, draft
 
     def _attend(self, draft: DraftState, tables: Array) -> Callable[..., Any]:
         platform = self.target.platform

@@ -55,10 +55,20 @@ def axes_of(name: str, num_axes: int) -> tuple[str | None, ...]:
 def check_divides(target: TargetConfig, draft: DrafterConfig | Eagle3Config | None, tp: int) -> None:
     """Raises InputError when a model cannot be spread over tp devices."""
     sizes = {"the target's vocab_size": target.vocab_size, **_block_sizes("the target's", target.block)}
-    if draft is not None:
-        sizes |= _block_sizes("the drafter's", draft.block)
-        if draft.draft_vocab_size is not None:
-            sizes["the drafter's draft_vocab_size"] = draft.draft_vocab_size
+    _refuse_uneven(sizes | ({} if draft is None else _draft_sizes(draft)), tp)
+
+
+def check_drafter_divides(draft: DrafterConfig, tp: int) -> None:
+    """`check_divides` of a drafter whose target others spread."""
+    _refuse_uneven(_draft_sizes(draft), tp)
+
+
+def _draft_sizes(draft: DrafterConfig | Eagle3Config) -> dict[str, int]:
+    own_head = {} if draft.draft_vocab_size is None else {"the drafter's draft_vocab_size": draft.draft_vocab_size}
+    return _block_sizes("the drafter's", draft.block) | own_head
+
+
+def _refuse_uneven(sizes: dict[str, int], tp: int) -> None:
     for name, size in sizes.items():
         if size % tp:
             fitting = [n for n in range(2, tp) if not any(other % n for other in sizes.values())]

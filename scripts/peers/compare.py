@@ -74,7 +74,7 @@ def compare(arguments: argparse.Namespace) -> int:
     check_numbers(arguments)
     folders = resolve_target(arguments.target), resolve_draft(arguments.draft)
     configs = read_target_config(folders[0]), read_drafter_config(folders[1])
-    check_pair(*configs)
+    check_pair(configs[0].shape, configs[1])
     tokenizer = load_tokenizer(folders[0])
     prompts = prompts_of(arguments, tokenizer, configs[0])
     stop_ids = list(eos_ids(tokenizer, configs[0].eos_token_ids))

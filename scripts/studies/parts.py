@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from torch_dflash.block import Guess
 from torch_dflash.device import Device
 from torch_dflash.options import NOTHING
 from torch_dflash.pair import Pair
-from torch_dflash.propose import AllParams, DFlash, Guess, Proposer
+from torch_dflash.propose import AllParams, DFlash, Proposer
 from torch_dflash.sampling import choose_greedily, greedy
 from torch_dflash.state import Capacity, DecodeState, DraftState, Until
 

@@ -23,7 +23,7 @@ def examine(
     """What there is to say about a pair. `prompts`: texts, None for the built-in ones. Raises InputError."""
     checked_integer(max_new_tokens, "max_new_tokens", 1)
     folders = resolve_target(target_name), resolve_draft(draft_name)
-    check_pair(read_target_config(folders[0]), read_drafter_config(folders[1]))
+    check_pair(read_target_config(folders[0]).shape, read_drafter_config(folders[1]))
     tokenizer = load_tokenizer(folders[0])
     with timed(f"load target {target_name}, {dtype}"):
         target_config, target = load_target(folders[0], DTYPES[dtype])

@@ -61,11 +61,13 @@ class Drafter(nn.Module):
         return self.hidden_norm(self.fc(features))
 
     def absorb(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Context keys and values of all layers, each [L,R,T,K,d], for features [R,T,F*D] at positions [R,T].
+        """Context keys and values of all layers, each [L,R,T,K,d], for features [R,T,F*D] at positions [R,T]."""
+        return self.context_key_value(self.project(features), positions)
 
-        The context is the same for every layer and skips the layers' input norm.
-        """
-        context, rotary = self.project(features), self.rotary(positions)
+    def context_key_value(self, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`absorb` of context that `project` has made [R,T,E]. It is the same for every layer and skips the layers'
+        input norm."""
+        rotary = self.rotary(positions)
         pairs = [layer.context_key_value(context, rotary) for layer in self.layers]  # type: ignore[operator]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 

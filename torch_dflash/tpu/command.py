@@ -62,7 +62,7 @@ def read_setup(arguments: argparse.Namespace) -> tuple[tuple[str, str], "Setup"]
     target = read_target_config(target_folder(arguments.target))
     names = arguments.target, _draft_name(arguments)
     drafter = read_drafter_config(drafter_folder(names[1]))
-    check_pair(target, drafter)
+    check_pair(target.shape, drafter)
     tau = min(AVERAGE.tau, drafter.block_size) if arguments.tau is None else arguments.tau
     setup = Setup(chip, target, drafter, arguments.tp, arguments.rows, arguments.context, tau)
     check_setup(setup)

@@ -13,6 +13,7 @@ import torch
 from bridge.platform import ROWS, Platform
 from bridge.positions import pages_for
 from bridge.views import Params, take_tensors
+from torch_dflash.block import lower_drafter
 from torch_dflash.config import DrafterConfig, TargetConfig
 from torch_dflash.decode import decode_program, prefill_program, state_shapes
 from torch_dflash.engine import PAGE_SIZE, PREFILL_CHUNK
@@ -20,7 +21,7 @@ from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
 from torch_dflash.options import NOTHING, row_options
 from torch_dflash.pair import DTYPES, Pair
-from torch_dflash.propose import Proposer, lower_drafter
+from torch_dflash.propose import Proposer
 from torch_dflash.sampling import choose_greedily
 from torch_dflash.sharding import axes_of, check_divides
 from torch_dflash.stacked import stack_layers, turn

@@ -15,10 +15,10 @@ import numpy as np
 
 from bridge.views import Params
 from torch_dflash.api import Result, generate
+from torch_dflash.block import DrafterFunctions
 from torch_dflash.errors import InputError
 from torch_dflash.options import Sampling
 from torch_dflash.pair import Pair, load_pair
-from torch_dflash.propose import DrafterFunctions
 from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.answers import prompt_ids
 from torch_dflash.train.records import read_prompts

@@ -13,11 +13,11 @@ from jax import Array
 from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
 from bridge.views import Params, take_rows
-from torch_dflash import propose
+from torch_dflash import block
+from torch_dflash.block import DrafterFunctions
 from torch_dflash.config import DrafterConfig
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
-from torch_dflash.propose import DrafterFunctions
 from torch_dflash.train.batches import Batch
 from torch_dflash.train.objective import Candidates, Frozen, Measures, Objective, Teacher, guess_loss
 
@@ -31,7 +31,7 @@ def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
         reason = "a drafter with a head of its own cannot be trained"
         raise InputError(f"drafter draft_vocab_size is {config.draft_vocab_size}; {reason}, use one without")
     assert all(layer.window is None and not layer.causal for layer in config.layers), "only full attention is trained"
-    return propose.lower_drafter(module, config)
+    return block.lower_drafter(module, config)
 
 
 def product_dtype(dtype: Any) -> Any:

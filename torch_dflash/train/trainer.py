@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.views import Params
-from torch_dflash.propose import DrafterFunctions
+from torch_dflash.block import DrafterFunctions
 from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.batches import Batch, generator
 from torch_dflash.train.objective import ABSENT, Candidates, Frozen, Loss, Measures, Teacher
