@@ -163,7 +163,7 @@ def test_without_vllm_the_plugin_does_nothing(caplog: pytest.LogCaptureFixture) 
 def test_a_missing_name_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """One line with version, names and tested versions; nothing is replaced."""
     monkeypatch.setattr(seams, "server_version", lambda: "0.99.0")
-    plugin.register()
+    plugin.replace()
     (record,) = caplog.records
     for part in ("tpu-inference 0.99.0", seams.PROPOSER.name, seams.CACHES.name, *seams.TESTED):
         assert part in record.getMessage()

@@ -5,6 +5,7 @@ Usage: python drive.py SPEC.json RESULT.json. SPEC: {"engine": options of vllm.L
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def record(fault: str | None) -> None:
                     positions = jnp.where(positions < 0, -1, positions + 1)
                 return (hidden, start, positions), *rest
 
-            def propose(self, kv_caches: Any, input_ids: Any, attn_metadata: Any, **rest: Any) -> Any:
-                caches, ids = super().propose(kv_caches, input_ids, attn_metadata, **rest)
+            def propose(self, kv_caches: Any, input_ids: Any, attn_metadata: Any, *rest: Any, **named: Any) -> Any:
+                caches, ids = super().propose(kv_caches, input_ids, attn_metadata, *rest, **named)
                 length = np.asarray(attn_metadata.seq_lens)
                 anchors = np.asarray(input_ids).reshape(len(length), -1)[:, 0]
                 for r, name in enumerate(self.runner.input_batch.req_ids):
@@ -48,7 +49,8 @@ def record(fault: str | None) -> None:
 def main() -> None:
     """See the module's docstring."""
     spec = json.loads(Path(sys.argv[1]).read_text())
-    record(spec["fault"])
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":  # else they are made in another process
+        record(spec["fault"])
     from vllm import LLM, SamplingParams
 
     options = spec["engine"]

@@ -1,12 +1,18 @@
 """The entry point `vllm.general_plugins`: vLLM calls `register` in each of its processes before it loads a model.
 
-Four names are replaced, each by a function that hands on to the one it replaces unless the method is "dflash" and the
-target runs as a torch module.
+Five names are replaced, each by a function that hands on to the one it replaces unless the method is "dflash" and the
+target runs as a torch module. One is a check of vLLM's configuration; the others are replaced when the process imports
+the runner, and not before: a server's front end never does, and must not start JAX, because it forks and because a TPU
+belongs to one process.
 """
 
+import importlib.abc
+import importlib.machinery
 import logging
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from torch_dflash.vllm import seams
@@ -15,20 +21,45 @@ log = logging.getLogger("vllm.torch_dflash")
 
 
 def register() -> None:
-    """Replace what has to be, once; where a name is missing, nothing, and say so in one line. Does nothing without
+    """See to it that `replace` runs once, as soon as the runner has been imported. Does nothing without
     tpu-inference."""
-    version = seams.server_version()
-    if version is None:
+    if seams.server_version() is None or any(isinstance(finder, _AfterRunner) for finder in sys.meta_path):
         return
-    lacking = seams.missing()
-    if lacking:
-        log.warning(seams.refusal(version, lacking))
-    elif not isinstance(seams.PROPOSER.value(), _Factory):
+    if seams.WINDOWS.is_there():
+        seams.WINDOWS.put(_needs_groups(seams.WINDOWS.value()))
+    if seams.PROPOSER.module in sys.modules:
         replace()
+    else:
+        sys.meta_path.insert(0, _AfterRunner())
+
+
+class _AfterRunner(importlib.abc.MetaPathFinder):
+    """Finds nothing of its own; when the runner's module has been executed, the names are replaced."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name != seams.PROPOSER.module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_replace(module: ModuleType) -> None:
+            execute(module)
+            replace()
+
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+        return spec
 
 
 def replace() -> None:
-    """Put the replacements in place of the four names."""
+    """Put the replacements in place of the other names; where one is missing, of none, and say so in one line."""
+    lacking = seams.missing()
+    if lacking:
+        log.warning(seams.refusal(str(seams.server_version()), lacking))
+        return
+    if isinstance(seams.PROPOSER.value(), _Factory):
+        return
     seams.LOAD.put(_load_weights(seams.LOAD.value()))
     seams.STEP.put(_jit_step_func(seams.STEP.value()))
     seams.CACHES.put(_get_kv_cache_spec(seams.CACHES.value()))
@@ -85,6 +116,15 @@ def setup_of(vllm_config: Any, runner: Any) -> Any:
         pp=parallel.pipeline_parallel_size,
         dp=parallel.data_parallel_size,
     )
+
+
+def _needs_groups(upstream: Callable[..., bool]) -> Callable[..., bool]:
+    """Here the drafter's layers are all in one cache group, windowed or not."""
+
+    def needs(self: Any) -> bool:
+        return seams.IMPL.value() != "vllm" and upstream(self)
+
+    return needs
 
 
 def _load_weights(upstream: Callable[..., Any]) -> Callable[..., Any]:

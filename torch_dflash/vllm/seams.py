@@ -32,6 +32,14 @@ class Seam:
         """What the name stands for. Raises ImportError or AttributeError when it is not there."""
         return getattr(self.owner(), self.path.rpartition(".")[2])
 
+    def is_there(self) -> bool:
+        """Whether the installed version has it."""
+        try:
+            self.value()
+        except (ImportError, AttributeError):
+            return False
+        return True
+
     def put(self, value: Any) -> None:
         """Let the name stand for something else."""
         setattr(self.owner(), self.path.rpartition(".")[2], value)
@@ -44,12 +52,18 @@ STEP = Seam(WRAPPER, "VllmModelWrapper.jit_step_func", "hands their outputs on",
 CACHES = Seam(
     "tpu_inference.runner.kv_cache_manager", "KVCacheManager.get_kv_cache_spec", "adds the drafter's layers", True
 )
+WINDOWS = Seam(
+    "vllm.config.vllm",
+    "VllmConfig._dflash_needs_multi_kv_group",
+    "lets drafters with windowed and full layers through: it asks for vLLM's GPU runner",
+    True,
+)
 CACHE_SPEC = Seam(CACHES.module, "KVCacheManager._create_attention_spec", "describes one of them")
 HEAD_DIM = Seam("tpu_inference.utils", "get_padded_head_dim", "gives the width of a cached head")
 IMPL = Seam("tpu_inference.envs", "MODEL_IMPL_TYPE", "says whether the target is a torch module")
 RESOLVE = Seam("tpu_inference.models.common.model_loader", "resolve_model_architecture", 'says it for "auto"')
 GIVES = Seam("vllm.model_executor.models.interfaces", "supports_eagle3", "says whether the target gives its layers")
-SEAMS = (PROPOSER, LOAD, STEP, CACHES, CACHE_SPEC, HEAD_DIM, IMPL, RESOLVE, GIVES)
+SEAMS = (PROPOSER, LOAD, STEP, CACHES, WINDOWS, CACHE_SPEC, HEAD_DIM, IMPL, RESOLVE, GIVES)
 
 
 def server_version() -> str | None:
@@ -62,15 +76,7 @@ def server_version() -> str | None:
 
 def missing() -> list[Seam]:
     """The seams that the installed version lacks."""
-    return [seam for seam in SEAMS if not _is_there(seam)]
-
-
-def _is_there(seam: Seam) -> bool:
-    try:
-        seam.value()
-    except (ImportError, AttributeError):
-        return False
-    return True
+    return [seam for seam in SEAMS if not seam.is_there()]
 
 
 def refusal(version: str, lacking: list[Seam]) -> str:
