@@ -48,23 +48,6 @@ def take_rows(table: Array, ids: Array) -> Array:
     return lax.platform_dependent(table, ids, cpu=as_bits, default=lambda table, ids: table[ids])
 
 
-def put_rows(table: Array, ids: Array, rows: Array) -> Array:
-    """The table with `rows` at ids along the first axis, no id twice; an id behind its end is dropped. On CPU by way of
-    integers, like `take_rows`."""
-
-    def put(table: Array, ids: Array, rows: Array) -> Array:
-        return table.at[ids].set(rows, mode="drop")
-
-    if table.dtype != jnp.bfloat16:
-        return put(table, ids, rows)
-
-    def as_bits(table: Array, ids: Array, rows: Array) -> Array:
-        table, rows = (lax.bitcast_convert_type(array, jnp.uint16) for array in (table, rows))
-        return lax.bitcast_convert_type(put(table, ids, rows), jnp.bfloat16)
-
-    return lax.platform_dependent(table, ids, rows, cpu=as_bits, default=put)
-
-
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x [..., in] times weight [out, in], accumulated in f32, returned in x's dtype.
 

@@ -6,20 +6,23 @@ by side, w = 128; otherwise they alternate along the heads, and w is padded to a
 
 Tokens come flat, as vLLM schedules them: those of row 0, then those of row 1, ...; padding behind.
 
-Letters: R rows, T tokens of all rows, B block_size, H query heads, K key/value heads, d head_dim, P pages, S page_size,
+Letters: L layers, R rows, T tokens of all rows, B block_size, H query heads, K key/value heads, d head_dim, P pages, S page_size,
 M pages per row, G = H / K.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from bridge.jnp_attention import HIDDEN
 from bridge.platform import precision
 from bridge.positions import block_positions, pages_for, round_up
-from bridge.views import put_rows, take_rows
+from bridge.tpu_attention import as_it_lies
+from bridge.views import take_rows
 
 NARROW_HEAD = 64  # its key and value lie side by side
 RUN = 256  # positions that attention reads at a time: bounds its memory, whatever the context
@@ -65,17 +68,53 @@ def _unpacked(pages: Array, heads: int, head_dim: int) -> tuple[Array, Array]:
     return stored[..., 0, :], stored[..., 1, :]
 
 
-def write_tokens(pool: Pool, key: Array, value: Array, tables: Array, row: Array, positions: Array) -> Pool:
-    """Write K/V [T,K,d] of rows `row` int32[T] at `positions` int32[T] into their pages; tables int32[R,M].
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Span:
+    """Each row's new tokens, which follow each other: int32[R] each.
 
-    A token at position -1 is dropped, and so is one behind its row's last page.
+    begin: where they begin among the flat tokens. first: position of the first. count: how many there are; what lies
+    behind them is dropped.
     """
-    page_size, num_slots = pool.shape[1], pool.shape[0] * pool.shape[1]
-    page = tables[row, jnp.clip(positions // page_size, 0, tables.shape[1] - 1)]
-    real = (positions >= 0) & (positions < tables.shape[1] * page_size)
-    slot = jnp.where(real, page * page_size + positions % page_size, num_slots)
-    flat = pool.reshape(num_slots, *pool.shape[2:])
-    return put_rows(flat, slot, _packed(key, value, pool)).reshape(pool.shape)
+
+    begin: Array
+    first: Array
+    count: Array
+
+
+def write_tokens(pools: Sequence[Pool], keys: Array, values: Array, tables: Array, span: Span) -> list[Pool]:
+    """Write K/V [L,T,K,d] into the rows' pages of L pools; tables int32[R,M].
+
+    Page by page: XLA on TPU would copy a whole pool for a scatter, into an order of axes that it likes better.
+    """
+    size = pools[0].shape[1]
+    packed = [
+        _with_margin(_packed(key, value, pool), size) for key, value, pool in zip(keys, values, pools, strict=True)
+    ]
+    page_of_first = span.first // size
+    pages = jnp.where(span.count > 0, (span.first + span.count - 1) // size - page_of_first + 1, 0)
+    ends = jnp.cumsum(pages)
+
+    def put(number: Array, pools: list[Pool]) -> list[Pool]:
+        row = jnp.searchsorted(ends, number, side="right")
+        page = page_of_first[row] + number - (ends[row] - pages[row])
+        behind = page * size + jnp.arange(size, dtype=jnp.int32) - span.first[row]  # the row's first new token
+        new = ((behind >= 0) & (behind < span.count[row]) & (page < tables.shape[1]))[:, None, None, None]
+        here = tables[row, jnp.minimum(page, tables.shape[1] - 1)]
+
+        def blend(pool: Pool, tokens: Array) -> Pool:
+            old = lax.dynamic_index_in_dim(pool, here, keepdims=False)
+            own = lax.dynamic_slice_in_dim(tokens, span.begin[row] + behind[0] + size, size)
+            return lax.dynamic_update_index_in_dim(pool, jnp.where(new, own, old), here, 0)
+
+        return [blend(pool, tokens) for pool, tokens in zip(pools, packed, strict=True)]
+
+    return lax.fori_loop(0, ends[-1], put, list(pools))
+
+
+def _with_margin(tokens: Array, size: int) -> Array:
+    """`size` more tokens on either side, so that a page may begin and end anywhere."""
+    return jnp.pad(tokens, ((size, size), *[(0, 0)] * (tokens.ndim - 1)))
 
 
 @dataclass(frozen=True)
@@ -130,7 +169,7 @@ def block_attention(
 
     def take(run: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         of_run = lax.dynamic_slice_in_dim(tables, run * pages, pages, axis=1)
-        keys, values = _unpacked(take_rows(pool, of_run), kv_heads, head_dim)
+        keys, values = _unpacked(as_it_lies(take_rows(pool, of_run)), kv_heads, head_dim)
         key_at = (run * pages * page_size + jnp.arange(pages * page_size, dtype=jnp.int32))[None]
         visible = _visible(sees, query_at, key_at) & (key_at < context_len[:, None])[:, None]
         joined = _joined(_Softmax(*so_far), _over(queries, keys, values, visible))

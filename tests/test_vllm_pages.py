@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from attention_twins import dense, numpy, random
 
-from bridge.vllm_pages import RUN, Sees, block_attention, rows_of, write_tokens
+from bridge.vllm_pages import RUN, Sees, Span, block_attention, rows_of, write_tokens
 
 PAGE_SIZE, BLOCK = 16, 4
 SHAPES = {  # head_dim, K/V heads: the trailing axes of a page in bf16 and f32, as tpu-inference makes them
@@ -37,27 +37,27 @@ def test_a_token_belongs_to_the_row_it_lies_in() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("head", SHAPES, ids=str)
 def test_tokens_land_as_the_kernels_of_tpu_inference_lay_them(head: tuple[int, int], dtype: jnp.dtype) -> None:
-    """Key and value alternate along the heads, or lie side by side at 64; whoever is at -1 or behind the table is
-    dropped, and all else stays."""
+    """Key and value alternate along the heads, or lie side by side at 64. Rows begin and end within pages, one has
+    nothing, of one not all is committed, one reaches its table's end; all else stays."""
     head_dim, kv_heads = head
-    own = jnp.array(tables(2))
-    row, positions = jnp.array([0, 0, 1, 1, 1]), jnp.array([PAGE_SIZE, 0, -1, 17, PAGES_PER_ROW * PAGE_SIZE])
-    key, value = (random(seed, 5, kv_heads, head_dim, dtype=dtype) for seed in (1, 2))
+    end = PAGES_PER_ROW * PAGE_SIZE
+    begin, scheduled, first, count = [0, 3, 43, 43, 44], [3, 40, 0, 1, 6], [14, 5, 9, end - 1, 0], [3, 37, 0, 1, 0]
+    own, tokens = tables(5), begin[-1] + scheduled[-1]
+    key, value = (random(seed, 1, tokens, kv_heads, head_dim, dtype=dtype) for seed in (1, 2))
     before = jnp.full(pool_shape(head_dim, kv_heads, dtype), 7, dtype)
-    after = numpy(jax.jit(write_tokens)(before, key, value, own, row, positions))
-    written = {(int(own[0, 1]), 0): 0, (int(own[0, 0]), 0): 1, (int(own[1, 1]), 1): 3}
-    for (page, slot), token in written.items():
-        flat = after[page, slot].reshape(-1, 128)
-        for h in range(kv_heads):
-            if head_dim == 64:
-                found = flat[h, :64], flat[h, 64:]
-            else:
-                found = flat[2 * h, :head_dim], flat[2 * h + 1, :head_dim]
-            np.testing.assert_array_equal(found[0], numpy(key[token, h]))
-            np.testing.assert_array_equal(found[1], numpy(value[token, h]))
-    others = np.ones(after.shape[:2], bool)
-    others[tuple(np.array(list(written)).T)] = False
-    assert (after[others] == 7).all()
+    span = Span(*(jnp.array(part) for part in (begin, first, count)))
+    (after,) = (numpy(pool) for pool in jax.jit(write_tokens)([before], key, value, jnp.array(own), span))
+    untouched = np.ones(after.shape[:2], bool)
+    for row in range(5):
+        for i in range(count[row]):
+            page, slot = own[row, (first[row] + i) // PAGE_SIZE], (first[row] + i) % PAGE_SIZE
+            flat, untouched[page, slot] = after[page, slot].reshape(-1, 128), False
+            for h in range(kv_heads):
+                found = (flat[h, :64], flat[h, 64:]) if head_dim == 64 else (flat[2 * h], flat[2 * h + 1])
+                for part, wanted in zip(found, (key, value), strict=True):
+                    np.testing.assert_array_equal(part[:head_dim], numpy(wanted[0, begin[row] + i, h]))
+    assert untouched.sum() == untouched.size - sum(count)
+    assert (after[untouched] == 7).all()
 
 
 @pytest.mark.parametrize("sees", [Sees(False, None), Sees(True, None), Sees(False, 20), Sees(True, 3)], ids=str)
@@ -69,12 +69,9 @@ def test_a_block_sees_its_context_and_itself(head: tuple[int, int], sees: Sees) 
     q = random(3, rows, BLOCK, 2 * kv_heads, head_dim)
     key, value = (random(seed, rows, BLOCK, kv_heads, head_dim) for seed in (4, 5))
     own, lengths = jnp.array(tables(rows)), jnp.array(LENGTHS)
-    row = np.repeat(np.arange(rows), length)
-    at = np.tile(np.arange(length), rows)
-    at = np.where(at < np.array(LENGTHS)[row], at, -1)
-    pool = jnp.full(pool_shape(head_dim, kv_heads, jnp.float32), 1e4)
-    flat = (part.reshape(-1, kv_heads, head_dim) for part in (keys, values))
-    pool = jax.jit(write_tokens)(pool, *flat, own, jnp.array(row), jnp.array(at))
+    span = Span(length * jnp.arange(rows), jnp.zeros(rows, jnp.int32), lengths)
+    flat = (part.reshape(1, -1, kv_heads, head_dim) for part in (keys, values))
+    (pool,) = jax.jit(write_tokens)([jnp.full(pool_shape(head_dim, kv_heads, jnp.float32), 1e4)], *flat, own, span)
     attend = jax.jit(block_attention, static_argnames="sees")
     out = numpy(attend(q, key, value, pool, own, lengths, sees=sees))
     for r, context in enumerate(LENGTHS):

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as Spec
 
 from bridge.platform import EVERYWHERE, HEADS, POOL, Platform
 from bridge.views import Params
-from bridge.vllm_pages import Pool, Sees, block_attention, rows_of, write_tokens
+from bridge.vllm_pages import Pool, Sees, Span, block_attention, rows_of, write_tokens
 from torch_dflash.block import DrafterFunctions, Ends, draft_block
 from torch_dflash.sampling import greedy
 
-TOKEN_HEADS = Spec(None, "model")  # [T,K,d]
+TOKEN_HEADS = Spec(None, None, "model")  # [L,T,K,d]
 
 
 @jax.tree_util.register_dataclass
@@ -80,13 +80,11 @@ def absorb(served: Served, params: Params, pools: Sequence[Pool], tables: Array,
     """The pools of the L layers with the context's K/V written; tables int32[R,M]."""
     at = jnp.maximum(context.positions, 0)[None]
     keys, values = served.drafter.context_key_value(params, context.hidden[None], at)
-    row = rows_of(context.query_start, context.positions.shape[0])
-    where = (POOL, TOKEN_HEADS, TOKEN_HEADS, EVERYWHERE, EVERYWHERE, EVERYWHERE)
-    write = served.platform.spread(write_tokens, where, POOL)
-    return [
-        write(pool, key[0], value[0], tables, row, context.positions)
-        for pool, key, value in zip(pools, keys, values, strict=True)
-    ]
+    begin = context.query_start[:-1]
+    first = context.positions[jnp.minimum(begin, context.positions.shape[0] - 1)]
+    span = Span(begin, first, jnp.where(first < 0, 0, jnp.maximum(context.length - first, 0)))
+    where = (POOL, TOKEN_HEADS, TOKEN_HEADS, EVERYWHERE, EVERYWHERE)
+    return served.platform.spread(write_tokens, where, POOL)(list(pools), keys[:, 0], values[:, 0], tables, span)
 
 
 def propose(
