@@ -6,8 +6,8 @@ by side, w = 128; otherwise they alternate along the heads, and w is padded to a
 
 Tokens come flat, as vLLM schedules them: those of row 0, then those of row 1, ...; padding behind.
 
-Letters: L layers, R rows, T tokens of all rows, B block_size, H query heads, K key/value heads, d head_dim, P pages, S page_size,
-M pages per row, G = H / K.
+Letters: L layers, R rows, T tokens of all rows, B block_size, H query heads, K key/value heads, d head_dim, P pages, S
+page_size, M pages per row, G = H / K.
 """
 
 from collections.abc import Sequence
