@@ -13,7 +13,6 @@ from helpers import Loaded, compilations, load, prompt_of, write_drafter, write_
 from vllm_runner import Runner, setup_for
 
 from torch_dflash.errors import InputError
-from torch_dflash.vllm import plugin, seams
 from torch_dflash.vllm.pair import served_config
 from torch_dflash.vllm.step import take_context
 
@@ -152,19 +151,3 @@ def test_drafters_that_lack_or_have_too_much(changes: dict[str, Any], line: str,
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(InputError, match=line):
         served_config(setup_for(loaded, draft=str(tmp_path / "wrong")))
-
-
-def test_without_vllm_the_plugin_does_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert seams.server_version() is None
-    plugin.register()
-    assert not caplog.records
-
-
-def test_a_missing_name_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One line with version, names and tested versions; nothing is replaced."""
-    monkeypatch.setattr(seams, "server_version", lambda: "0.99.0")
-    plugin.replace()
-    (record,) = caplog.records
-    for part in ("tpu-inference 0.99.0", seams.PROPOSER.name, seams.CACHES.name, *seams.TESTED):
-        assert part in record.getMessage()
-    assert "\n" not in record.getMessage()

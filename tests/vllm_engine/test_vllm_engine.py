@@ -252,6 +252,22 @@ def test_the_shipped_pair(dtype: str, least: float, tmp_path: Path) -> None:
     assert agreement(shipped, outcome) >= least
 
 
+def test_other_methods_are_as_before(tmp_path: Path) -> None:
+    """n-gram drafts with the plugin installed."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
+    ask = [prompts(BYTES, [100, 120])]
+    outcome = run(BYTES, ask, tmp_path, speculative=False, speculative_config=ngram)
+    assert outcome.metrics["vllm:spec_decode_num_drafts"] > 0 and not outcome.proposals
+    assert outcome.texts == run(BYTES, ask, tmp_path, speculative=False).texts
+
+
+def test_vllm_check_finds_everything() -> None:
+    command = [sys.executable, "-m", "torch_dflash.cli", "vllm-check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0 and "MISSING" not in done.stdout and "(tested)" in done.stdout
+
+
 REFUSED = {
     "num_speculative_tokens is 16: use an integer in 1..15": {"num_speculative_tokens": 16},
     "was made for another target": {"model": None},
