@@ -311,7 +311,7 @@ def test_the_template_is_applied_once_and_knows_the_switch() -> None:
         tokenizer_file=str(BYTES_PAIR / "target" / "tokenizer.json"), chat_template=template, eos_token="<|endoftext|>"
     )
     pair = replace(torch_dflash.load_pair("bytes", "bytes"), tokenizer=tokenizer)
-    asked = Dataset("one", Path("one.jsonl"), ("abc",))
+    asked = Dataset("one", "one.jsonl", ("abc",))
     bench = Bench(("plain",), 1, 8, 0.0, 0, {}, 4, chat=True, thinking=False)
     for changed, text in (({}, b"<Nabc>"), ({"thinking": True}, b"<Tabc>"), ({"chat": False}, b"abc")):
         own = replace(bench, **changed)

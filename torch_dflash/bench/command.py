@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch_dflash.bench.datasets import NAMED, OWN, Dataset, read_datasets
+from torch_dflash.bench.hub_datasets import FORM
 from torch_dflash.bench.methods import DEFAULT, METHODS, check_methods
 from torch_dflash.bench.plot import check_plots
 from torch_dflash.errors import InputError, checked_integer
@@ -24,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     sets = f"sets, with commas: {', '.join(OWN)} (these ship, and are the default); {', '.join(NAMED)} (NAME.jsonl in "
-    sets += '--data FOLDER); or files of JSON lines, {"turns": [text, ...]}. Of several turns the first is used'
+    sets += (
+        '--data FOLDER); files of JSON lines, {"turns": [text, ...]}; or '
+        + FORM
+        + ". Of several turns the first is used"
+    )
     add("--dataset", default=",".join(OWN), metavar="SET,...", help=sets)
     add("--data", type=Path, metavar="FOLDER", help="where the named sets are")
     names, default = ", ".join(METHODS), ",".join(DEFAULT)

@@ -1,4 +1,4 @@
-"""Which prompts: sets that ship, sets by name in a folder, or any file of JSON lines."""
+"""Which prompts: sets that ship, sets by name in a folder, any file of JSON lines, or datasets of the hub."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_dflash.bench.hub_datasets import FORM, read_hub
 from torch_dflash.errors import InputError
 from torch_dflash.train.records import read_prompts
 
@@ -19,10 +20,10 @@ _SHIPPED = Path(__file__).parent.parent / "data" / "prompts"
 
 @dataclass(frozen=True)
 class Dataset:
-    """A set's name, the file it was read from, and the first turns that are asked."""
+    """A set's name, where it was read from, and the first turns that are asked."""
 
     name: str
-    path: Path
+    origin: str
     prompts: tuple[str, ...]
 
     @property
@@ -32,8 +33,8 @@ class Dataset:
 
 
 def read_datasets(names: Sequence[str], folder: Path | None, limit: int) -> tuple[Dataset, ...]:
-    """The first `limit` prompts of each set. A name is one of OWN, one of NAMED (in `folder`) or a file. Raises
-    InputError."""
+    """The first `limit` prompts of each set. A name is one of OWN, one of NAMED (in `folder`), a file, or a dataset of
+    the hub as hub_datasets.py reads it. Raises InputError."""
     sets = tuple(_read(name, folder, limit) for name in names)
     for name in {dataset.name for dataset in sets}:
         if sum(dataset.name == name for dataset in sets) > 1:
@@ -42,11 +43,13 @@ def read_datasets(names: Sequence[str], folder: Path | None, limit: int) -> tupl
 
 
 def _read(name: str, folder: Path | None, limit: int) -> Dataset:
+    if name.startswith("hub:"):
+        return Dataset(name.removeprefix("hub:").replace("/", "-"), name, read_hub(name, limit))
     path = _find(name, folder)
     prompts = () if path.is_file() and not path.read_bytes().strip() else tuple(read_prompts(path))
     if not prompts:
         raise InputError(f"--dataset {name}: {path} is empty, give at least one prompt")
-    return Dataset(name if name in (*OWN, *NAMED) else path.stem, path, prompts[:limit])
+    return Dataset(name if name in (*OWN, *NAMED) else path.stem, str(path), prompts[:limit])
 
 
 def _find(name: str, folder: Path | None) -> Path:
@@ -58,7 +61,9 @@ def _find(name: str, folder: Path | None) -> Path:
     if name and Path(name).is_file():
         return Path(name)
     known = ", ".join((*OWN, *NAMED))
-    raise InputError(f"--dataset {name!r} is neither a file nor a known set: use a file of JSON lines, or of {known}")
+    raise InputError(
+        f"--dataset {name!r} is neither a file nor a known set: use a file of JSON lines, {FORM}, or of {known}"
+    )
 
 
 def _find_named(name: str, folder: Path | None) -> Path:

@@ -47,7 +47,7 @@ def requests_of(pair: Pair, dataset: Dataset, bench: Bench) -> list[Request]:
             ids = encode_prompt(prompt, pair.tokenizer, pair.target.config.vocab_size, bench.thinking)
             requests.append(make_request(pair, ids, bench.max_new_tokens, sampling=sampling, index=i))
         except InputError as error:
-            raise InputError(f"{dataset.path}, line {i + 1}: {error}") from None
+            raise InputError(f"{dataset.origin}, line {i + 1}: {error}") from None
     return requests
 
 
