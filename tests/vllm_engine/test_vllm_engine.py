@@ -203,10 +203,12 @@ def test_two_devices(tmp_path: Path) -> None:
     check(BYTES, [prompts(BYTES, MIXED)], tmp_path, tensor_parallel_size=2)
 
 
-def test_compiled_ahead_and_never_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_compiled_ahead_and_never_again(devices: int, tmp_path: Path) -> None:
     """Upstream compiles everything at start, for bf16; afterwards a compilation would be an error."""
     environment = {"SKIP_JAX_PRECOMPILE": "0", "VLLM_XLA_CHECK_RECOMPILATION": "1"}
-    outcome = run(BYTES, [prompts(BYTES, MIXED)], tmp_path, environment=environment, dtype="bfloat16")
+    options = {"environment": environment, "dtype": "bfloat16", "tensor_parallel_size": devices}
+    outcome = run(BYTES, [prompts(BYTES, MIXED)], tmp_path, **options)
     assert agreement(BYTES, outcome) >= LEAST
 
 
