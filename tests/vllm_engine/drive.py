@@ -13,7 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-LOG: list[dict[str, Any]] = []
+LOG: list[dict[str, Any]] = []  # what was proposed
+STEPS: list[dict[str, Any]] = []  # what the runner handed over, and what was proposed
 
 
 def record(fault: str | None) -> None:
@@ -26,6 +27,23 @@ def record(fault: str | None) -> None:
         class Recording(make(upstream)):  # type: ignore[misc]
             def prepare_inputs(self, *args: Any) -> Any:
                 (hidden, start, positions), *rest = super().prepare_inputs(*args)
+                md, ids, _, sampled, next_prompt, in_prefill, rejected, num_rows = args
+                STEPS.append(
+                    {
+                        "requests": list(self.runner.input_batch.req_ids),
+                        "input_positions": md.input_positions,
+                        "seq_lens": md.seq_lens,
+                        "query_start_loc": md.query_start_loc,
+                        "request_distribution": md.request_distribution,
+                        "input_ids": ids,
+                        "last_sampled_token_id": sampled,
+                        "next_prompt_token_id": next_prompt,
+                        "is_in_prefill": in_prefill,
+                        "num_rejected_tokens": rejected,
+                        "num_reqs_dp": num_rows,
+                        "block_tables": rest[-1].block_tables,
+                    }
+                )
                 if fault == "context zeroed":
                     hidden = jnp.zeros_like(hidden)
                 if fault == "positions + 1":
@@ -34,6 +52,8 @@ def record(fault: str | None) -> None:
 
             def propose(self, kv_caches: Any, input_ids: Any, attn_metadata: Any, *rest: Any, **named: Any) -> Any:
                 caches, ids = super().propose(kv_caches, input_ids, attn_metadata, *rest, **named)
+                if STEPS:
+                    STEPS[-1]["drafts"] = ids
                 length = np.asarray(attn_metadata.seq_lens)
                 anchors = np.asarray(input_ids).reshape(len(length), -1)[:, 0]
                 for r, name in enumerate(self.runner.input_batch.req_ids):
@@ -80,6 +100,8 @@ def main() -> None:
         if "spec_decode" in metric.name or "prefix_cache" in metric.name
     }
     Path(sys.argv[2]).write_text(json.dumps({"answers": answers, "proposals": LOG, "metrics": figures}))
+    plain = [{name: np.asarray(value).tolist() for name, value in step.items()} for step in STEPS]
+    Path(sys.argv[2]).with_name("steps.json").write_text(json.dumps(plain))
 
 
 if __name__ == "__main__":
