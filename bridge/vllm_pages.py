@@ -21,7 +21,7 @@ from jax import Array, lax
 from bridge.jnp_attention import HIDDEN
 from bridge.platform import precision
 from bridge.positions import block_positions, pages_for, round_up
-from bridge.tpu_attention import as_it_lies
+from bridge.tpu_attention import LANES, as_it_lies
 from bridge.views import take_rows
 
 NARROW_HEAD = 64  # its key and value lie side by side
@@ -36,6 +36,11 @@ class Sees:
 
     causal: bool
     window: int | None
+
+
+def stored_width(head_dim: int) -> int:
+    """Numbers that a head takes in a page, as tpu-inference counts them.  Examples: 64 -> 64; 96 -> 128."""
+    return head_dim if head_dim == NARROW_HEAD else round_up(head_dim, LANES)
 
 
 def rows_of(query_start: Array, num_tokens: int) -> Array:

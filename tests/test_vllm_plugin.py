@@ -11,6 +11,7 @@ import pytest
 from helpers import write_drafter
 
 from torch_dflash import cli
+from torch_dflash.errors import InputError
 from torch_dflash.vllm import plugin, seams
 
 
@@ -34,10 +35,7 @@ class Upstream:
         return self.step_fn_no_options
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {"target": "spec"}
-
-    def _create_attention_spec(self, page_size: int, heads: int, head_dim: int) -> tuple[int, int, int]:
-        return page_size, heads, head_dim
+        return {"target": self.vllm_config}
 
     def _dflash_needs_multi_kv_group(self) -> bool:
         return True
@@ -51,7 +49,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
         module = modules.setdefault(seam.module, ModuleType(seam.module))
         owner = seam.path.split(".")[0]
         setattr(module, owner, type(owner, (Upstream,), {}))
-    modules[seams.HEAD_DIM.module].get_padded_head_dim = lambda dim: -(-dim // 128) * 128  # type: ignore[attr-defined]
     modules[seams.IMPL.module].MODEL_IMPL_TYPE = "vllm"  # type: ignore[attr-defined]
     modules[seams.RESOLVE.module].resolve_model_architecture = lambda config, draft: "flax_nnx"  # type: ignore[attr-defined]
     for name, module in modules.items():
@@ -86,16 +83,16 @@ def test_a_torch_target_hands_over_its_tapped_layers(installed: dict[str, Module
         assert step() == ("caches", "hidden", ["tap"], None)
 
 
-def test_the_drafter_has_layers_of_its_own(installed: dict[str, ModuleType], tmp_path: Path) -> None:
-    """By its explicit head_dim, not by hidden_size / heads."""
-    from torch_dflash.config_reader import read_drafter_config
-
+def test_the_drafter_has_layers_of_its_own(installed: dict[str, ModuleType]) -> None:
+    """Of the target's shape; a target without a layer that attends to everything is refused."""
     plugin.register()
-    drafter = SimpleNamespace(config=read_drafter_config(write_drafter(tmp_path, head_dim=96)))
-    cache = SimpleNamespace(block_size=16)
-    runner = SimpleNamespace(vllm_config=config_of("dflash", tmp_path), drafter=drafter, cache_config=cache)
-    spec = methods(installed)[1](None, runner).get_kv_cache_spec()
-    assert spec == {"target": "spec", **{f"draft_layer.{i}": (16, 2, 128) for i in range(2)}}
+    drafter = SimpleNamespace(config=SimpleNamespace(layers=("first", "second")))
+    runner = SimpleNamespace(vllm_config=config_of("dflash"), drafter=drafter)
+    caches, full = methods(installed)[1], seams.FULL.value()(None)
+    spec = caches(full, runner).get_kv_cache_spec()
+    assert spec == {"target": full, "draft_layer.0": full, "draft_layer.1": full}
+    with pytest.raises(InputError, match="no layer of the target"):
+        caches("windowed", runner).get_kv_cache_spec()
 
 
 @pytest.mark.parametrize("method", [None, "eagle3", "ngram", "dflash"])
@@ -110,7 +107,7 @@ def test_nothing_changes_for_others(method: str | None, installed: dict[str, Mod
     own = wrapper(config)
     assert own.load_weights() == "weights" and own.asked == ()
     assert own.jit_step_func()() == ("caches", ("hidden", ["tap"]), [], None)
-    assert caches(None, SimpleNamespace(vllm_config=config)).get_kv_cache_spec() == {"target": "spec"}
+    assert caches("spec", SimpleNamespace(vllm_config=config)).get_kv_cache_spec() == {"target": "spec"}
     assert seams.WINDOWS.owner()(config)._dflash_needs_multi_kv_group()
 
 

@@ -121,6 +121,8 @@ REFUSED = {
     "kv_cache_dtype is fp8": {"cache_dtype": "fp8"},
     "num_speculative_tokens is 4: use an integer in 1..3": {"num_speculative_tokens": 4},
     "tp is 3, which does not divide": {"tp": 3},
+    "2 K/V heads of 8 and the target 1 K/V heads of 8: they do not fit": {"kv_heads": 1},
+    "2 K/V heads of 8 and the target 2 K/V heads of 64: they do not fit": {"head_dim": 64},
     'draft "/nowhere"': {"draft": "/nowhere"},
 }
 

@@ -72,6 +72,8 @@ def setup_for(loaded: Loaded, **changes: Any) -> Setup:
         "num_speculative_tokens": loaded.config.block_size - 1,
         "architecture": "Qwen3ForCausalLM",
         "shape": loaded.pair.target.config.shape,
+        "kv_heads": loaded.config.block.num_kv_heads,
+        "head_dim": loaded.config.block.head_dim,
         "gives_hidden_states": True,
         "is_hybrid": False,
         "has_mrope": False,
@@ -92,7 +94,8 @@ class Runner:
         self.mesh = with_mesh(CPU, devices, 1, len(devices)).mesh
         block, layers = loaded.config.block, len(loaded.config.layers)
         self.layer_name_to_kvcache_index = {LAYER.format(i): i + 1 for i in range(layers)}
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=["target's", "drafter's"])
+        groups = [SimpleNamespace(layer_names=names) for names in (["target's"], [*self.layer_name_to_kvcache_index])]
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=groups)
         self.tables = np.zeros((max_rows, PAGES_PER_ROW), np.int32)
         of_drafter = SimpleNamespace(get_cpu_tensor=lambda: torch.from_numpy(self.tables))
         self.input_batch = SimpleNamespace(block_table=[None, of_drafter])
@@ -107,7 +110,7 @@ class Runner:
         self.proposer.load_model(take_params(_copy(served)))
         self.requests: dict[str, Request] = {}
         self.pages = iter(np.random.default_rng(5).permutation(np.arange(1, 200)))
-        trailing = (block.num_kv_heads * (1 if block.head_dim == 64 else 2), 1, 128)
+        trailing = ((block.num_kv_heads + 1) * (1 if block.head_dim == 64 else 2), 1, 128)  # one head more than needed
         self.kv_caches = [jnp.full((200, PAGE_SIZE, *trailing), GARBAGE, jnp.float32) for _ in range(layers + 2)]
 
     def add(self, name: str, prompt: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from bridge.platform import Platform
 from bridge.views import Params, take_tensors
+from bridge.vllm_pages import stored_width
 from torch_dflash.block import DrafterFunctions, lower_drafter
 from torch_dflash.config import ZLAB, DrafterConfig, TargetShape
 from torch_dflash.config_eagle import is_eagle3
@@ -21,13 +22,16 @@ class Setup:
     """What `vllm serve` was told, as far as a drafter depends on it.
 
     draft: folder or hub id. architecture, shape: the target's. gives_hidden_states: whether vLLM's module of the target
-    can hand over its layers' outputs. tp, pp, dp: devices for a model, stages, and data-parallel groups.
+    can hand over its layers' outputs. kv_heads, head_dim: of its K/V cache. tp, pp, dp: devices for a model, stages,
+    and data-parallel groups.
     """
 
     draft: str
     num_speculative_tokens: int
     architecture: str
     shape: TargetShape
+    kv_heads: int
+    head_dim: int
     gives_hidden_states: bool
     is_hybrid: bool
     has_mrope: bool
@@ -58,7 +62,18 @@ def served_config(setup: Setup) -> DrafterConfig:
         f"the drafter's block of {config.block_size} is the anchor and its drafts",
     )
     check_drafter_divides(config, setup.tp)
+    _check_pages(setup, config)
     return config
+
+
+def _check_pages(setup: Setup, config: DrafterConfig) -> None:
+    """The drafter's layers have pages of the target's shape, so that vLLM keeps them in one group: groups share
+    arrays."""
+    own = config.block
+    if own.num_kv_heads > setup.kv_heads or stored_width(own.head_dim) != stored_width(setup.head_dim):
+        pairs = (own.num_kv_heads, own.head_dim), (setup.kv_heads, setup.head_dim)
+        shapes = [f"{heads} K/V heads of {dim}" for heads, dim in pairs]
+        raise InputError(f"the drafter has {shapes[0]} and the target {shapes[1]}: they do not fit into its pages")
 
 
 def _check_target(setup: Setup) -> None:

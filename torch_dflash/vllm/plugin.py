@@ -107,6 +107,8 @@ def setup_of(vllm_config: Any, runner: Any) -> Any:
         num_speculative_tokens=speculative.num_speculative_tokens,
         architecture=architecture,
         shape=TargetShape(text.num_hidden_layers, model.get_hidden_size(), text.vocab_size),
+        kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
         gives_hidden_states=seams.GIVES.value()(target),
         is_hybrid=model.is_hybrid,
         has_mrope=model.uses_mrope,
@@ -177,11 +179,12 @@ def _get_kv_cache_spec(upstream: Callable[..., Any]) -> Callable[..., Any]:
         spec, runner = upstream(self), self.runner
         if not drafts_in_torch(runner.vllm_config):
             return spec
+        from torch_dflash.errors import InputError
         from torch_dflash.vllm.proposer import LAYER
 
-        config, page_size = runner.drafter.config, runner.cache_config.block_size
-        head_dim = seams.HEAD_DIM.value()(config.block.head_dim)
-        own = self._create_attention_spec(page_size, config.block.num_kv_heads, head_dim)
-        return spec | {LAYER.format(i): own for i in range(len(config.layers))}
+        full = [layer for layer in spec.values() if isinstance(layer, seams.FULL.value())]
+        if not full:
+            raise InputError("no layer of the target attends to its whole context, and the drafter's have to")
+        return spec | {LAYER.format(i): full[0] for i in range(len(runner.drafter.config.layers))}
 
     return get_kv_cache_spec

@@ -129,9 +129,10 @@ def make_proposer(upstream: type) -> type:
             return [where[LAYER.format(i)] for i in range(len(self.config.layers))]
 
         def _block_tables(self) -> Array:
-            """int32[R*M] of the cache group that holds the drafter's layers: the last."""
-            group = len(self.runner.kv_cache_config.kv_cache_groups) - 1
-            tables = np.asarray(self.runner.input_batch.block_table[group].get_cpu_tensor()).reshape(-1)
+            """int32[R*M] of the cache group that holds the drafter's layers."""
+            groups, layer = self.runner.kv_cache_config.kv_cache_groups, LAYER.format(0)
+            own = next(number for number, group in enumerate(groups) if layer in group.layer_names)
+            tables = np.asarray(self.runner.input_batch.block_table[own].get_cpu_tensor()).reshape(-1)
             return jax.device_put(tables.copy(), self.platform.sharding("data"))  # the host's array lives on
 
     return TorchDFlashProposer

@@ -58,12 +58,11 @@ WINDOWS = Seam(
     "lets drafters with windowed and full layers through: it asks for vLLM's GPU runner",
     True,
 )
-CACHE_SPEC = Seam(CACHES.module, "KVCacheManager._create_attention_spec", "describes one of them")
-HEAD_DIM = Seam("tpu_inference.utils", "get_padded_head_dim", "gives the width of a cached head")
+FULL = Seam("vllm.v1.kv_cache_interface", "FullAttentionSpec", "describes one of them")
 IMPL = Seam("tpu_inference.envs", "MODEL_IMPL_TYPE", "says whether the target is a torch module")
 RESOLVE = Seam("tpu_inference.models.common.model_loader", "resolve_model_architecture", 'says it for "auto"')
 GIVES = Seam("vllm.model_executor.models.interfaces", "supports_eagle3", "says whether the target gives its layers")
-SEAMS = (PROPOSER, LOAD, STEP, CACHES, WINDOWS, CACHE_SPEC, HEAD_DIM, IMPL, RESOLVE, GIVES)
+SEAMS = (PROPOSER, LOAD, STEP, CACHES, WINDOWS, FULL, IMPL, RESOLVE, GIVES)
 
 
 def server_version() -> str | None:
