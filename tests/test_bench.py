@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import torch_dflash
 from torch_dflash.bench.datasets import NAMED, OWN, Dataset, read_datasets
+from torch_dflash.bench.hub_datasets import FORM
 from torch_dflash.bench.runner import Bench, check_thinking, requests_of
 from torch_dflash.cli import main
 from torch_dflash.errors import InputError
@@ -243,7 +244,7 @@ def write_head(folder: Path) -> None:
 
 
 KNOWN = ", ".join((*OWN, *NAMED))
-UNKNOWN = f"--dataset 'gsm9k' is neither a file nor a known set: use a file of JSON lines, or of {KNOWN}"
+UNKNOWN = f"--dataset 'gsm9k' is neither a file nor a known set: use a file of JSON lines, {FORM}, or one of {KNOWN}"
 NOWHERE = f"no alpaca.jsonl and alpaca80.jsonl in --data DATA; put it there, or use a file or one of {KNOWN}"
 
 
@@ -254,6 +255,7 @@ NOWHERE = f"no alpaca.jsonl and alpaca80.jsonl in --data DATA; put it there, or 
         (["--dataset", ""], "--dataset '' is neither a file nor a known set"),
         (["--dataset", "gsm8k"], "--dataset gsm8k does not ship: --data FOLDER says where gsm8k.jsonl is"),
         (["--dataset", "alpaca", "--data", "DATA"], NOWHERE),
+        (["--dataset", "hub:openai/gsm8k"], f"--dataset hub:openai/gsm8k: it must look like {FORM}"),
         (["--dataset", "code,code"], "--dataset has 'code' twice"),
         (["--dataset", "aime24", "--data", "DATA"], "--dataset aime24: DATA/aime24.jsonl is empty, give at least one"),
         (["--dataset", "mbpp", "--data", "DATA"], "DATA/mbpp.jsonl, line 2: is not JSON"),

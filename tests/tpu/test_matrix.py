@@ -20,7 +20,5 @@ MATRIX = [
 
 
 @pytest.mark.parametrize("case", MATRIX, ids=str)
-def test_a_program_is_what_it_must_be(case: Case, pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.getoption("matrix"):
-        pytest.skip("only with --matrix")
+def test_a_program_is_what_it_must_be(case: Case) -> None:
     check(*compiled(case))

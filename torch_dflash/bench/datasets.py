@@ -62,7 +62,7 @@ def _find(name: str, folder: Path | None) -> Path:
         return Path(name)
     known = ", ".join((*OWN, *NAMED))
     raise InputError(
-        f"--dataset {name!r} is neither a file nor a known set: use a file of JSON lines, {FORM}, or of {known}"
+        f"--dataset {name!r} is neither a file nor a known set: use a file of JSON lines, {FORM}, or one of {known}"
     )
 
 
