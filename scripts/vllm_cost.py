@@ -1,6 +1,6 @@
 """What a proposal of the vLLM plugin costs against the length of the context, beside one that keeps nothing.
 
-Usage: .venv/bin/python scripts/vllm_cost.py [--contexts 128 ...] [--rows 1] [--dtype bfloat16], on an idle machine.
+Usage: .venv/bin/python scripts/vllm_cost.py [--contexts 128 ...] [--dtype bfloat16], on an idle machine.
 
 Definition. One row whose context has that many positions; a step has committed 4 more (the anchor and three drafts).
 "ours" is `torch_dflash.vllm.step.propose`, the function that serves: it takes up 4 positions and drafts a block over
@@ -112,10 +112,12 @@ def main() -> None:
     """Prints one line per context."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", nargs="+", type=int, default=[128, 256, 512, 1024, 2048, 4096])
+    parser.add_argument("--target", default="default")
+    parser.add_argument("--draft", default="default")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
-    pair = load_pair(dtype=arguments.dtype)
+    pair = load_pair(arguments.target, arguments.draft, arguments.dtype)
     table = []
     for context in arguments.contexts:
         made = {"ours": ours(pair, context, pair.dtype), "stateless": stateless(pair, context, pair.dtype)}

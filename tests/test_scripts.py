@@ -66,3 +66,24 @@ def test_the_bound_of_likeliest_tokens(tmp_path: Path, temperature: str, tau: st
     done = run("scripts/likeliest_bound.py", str(prompts), *pair)
     bound = f"  likeliest tokens: tau at most {tau}; {share} of 23 drawn were the likeliest"
     assert done.stdout.splitlines()[1] == bound and done.stdout.startswith("python  ")
+
+
+def test_the_cost_of_a_proposal_hardly_grows() -> None:
+    """Ours by attention alone; that of a proposer which keeps nothing by all of the context's projections."""
+    pair = ["--target", "bytes", "--draft", "bytes", "--dtype", "float32", "--repeats", "1"]
+    done = run("scripts/vllm_cost.py", *pair, "--contexts", "64", "512")
+    short, long = (row["flops"] for row in json.loads(done.stdout.splitlines()[-1])["table"])
+    grown = {name: long[name] - short[name] for name in short}
+    assert 0 < 4 * grown["ours"] < grown["stateless"]
+
+
+def test_picked_prompts_are_short_and_as_many_of_each_file(tmp_path: Path) -> None:
+    for name in "ab":
+        lines = [json.dumps({"turns": [f"{name}{i} " + "x" * (40 * (i % 2))]}) for i in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    options = ["--target", "bytes", "--each", "3", "--most-tokens", "10"]
+    picked, again = (run("scripts/pick_prompts.py", *files, *options).stdout for _ in range(2))
+    texts = [json.loads(line)["turns"][0] for line in picked.splitlines()]
+    assert picked == again and [text[0] for text in texts] == ["a"] * 3 + ["b"] * 3
+    assert len(set(texts)) == 6 and max(map(len, texts)) <= 10
