@@ -1,5 +1,5 @@
 """Every program of the gate's matrix: three chips, three pairs, one row and eight, one chip and several. About half an
-hour, so it runs only when asked for: scripts/test-tpu tests/tpu/test_matrix.py --matrix"""
+hour, so it runs only when asked for: scripts/test-tpu --matrix -k test_matrix"""
 
 from itertools import product
 
