@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from bridge.jnp_attention import Keys, attend_to
+from bridge.jnp_attention import Keys, attend_to, in_sight
 from bridge.platform import EVERYWHERE, HEADS, POOL, ROWS, Platform, from_storage, to_storage
 from bridge.positions import block_positions, slots
 from bridge.tpu_attention import as_it_lies, flash, ragged
@@ -135,11 +135,7 @@ def draft_attention(
         query_at = block_positions(draft_len, q.shape[1])
 
         def sees(key_at: Array) -> Array:  # [R,m,s] -> [R,B,m,s]
-            distance = query_at[:, :, None, None] - key_at[:, None]
-            visible = jnp.ones(distance.shape, bool)
-            if causal:
-                visible &= distance >= 0
-            return visible if window is None else visible & (jnp.abs(distance) < window)
+            return in_sight(query_at[:, :, None, None] - key_at[:, None], causal, window)
 
         block_key, block_value = (part.transpose(0, 2, 1, 3)[:, None] for part in (key, value))
         block = Keys(block_key, block_value, sees(query_at[:, None]))

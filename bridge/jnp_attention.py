@@ -23,6 +23,13 @@ class Keys:
     visible: Array
 
 
+def in_sight(distance: Array, causal: bool, window: int | None) -> Array:
+    """Whether a query of a drafter's layer may see a key so many positions before it, bool in distance's shape.
+    `causal` hides what is behind the query; with `window` W it sees only |distance| < W."""
+    visible = distance >= 0 if causal else jnp.ones(distance.shape, bool)
+    return visible if window is None else visible & (jnp.abs(distance) < window)
+
+
 def attend_to(q: Array, *parts: Keys) -> Array:
     """q [R,T,H,d] over all keys of all parts, one softmax -> [R,T,H,d]. In float32.
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from bridge.jnp_attention import HIDDEN
+from bridge.jnp_attention import HIDDEN, in_sight
 from bridge.platform import precision
 from bridge.positions import block_positions, pages_for, round_up
 from bridge.tpu_attention import LANES, as_it_lies
@@ -28,14 +28,6 @@ NARROW_HEAD = 64  # its key and value lie side by side
 RUN = 256  # positions that attention reads at a time: bounds its memory, whatever the context
 
 Pool: TypeAlias = Array  # [P,S,n,g,w]
-
-
-@dataclass(frozen=True)
-class Sees:
-    """What a layer's queries may see: see `DraftLayer`."""
-
-    causal: bool
-    window: int | None
 
 
 def stored_width(head_dim: int) -> int:
@@ -148,21 +140,21 @@ def _joined(a: _Softmax, b: _Softmax) -> _Softmax:
     return _Softmax(highest, a.total * old + b.total * new, a.out * old[..., None] + b.out * new[..., None])
 
 
-def _visible(sees: Sees, query_at: Array, key_at: Array) -> Array:
-    """bool [R,B,s] for queries at int32[R,B] and keys at int32[R,s] or [1,s]."""
-    distance = query_at[:, :, None] - key_at[:, None]
-    visible = distance >= 0 if sees.causal else jnp.full(distance.shape, True)
-    return visible if sees.window is None else visible & (jnp.abs(distance) < sees.window)
-
-
 def block_attention(
-    q: Array, key: Array, value: Array, pool: Pool, tables: Array, context_len: Array, sees: Sees
+    q: Array,
+    key: Array,
+    value: Array,
+    pool: Pool,
+    tables: Array,
+    context_len: Array,
+    causal: bool,
+    window: int | None,
 ) -> Array:
     """A block sees its context (positions 0..context_len-1, in pages) and itself (positions context_len..).
 
     q [R,B,H,d], key and value [R,B,K,d], tables int32[R,M], context_len int32[R], 0 for padding rows -> [R,B,H,d]. The
     block's own K/V are written nowhere: vLLM need not have given it pages. Runs of pages are read one after the other,
-    as many as the longest row has, from the first that a window lets anybody see.
+    as many as the longest row has, from the first that a window lets anybody see. `causal`, `window`: see `in_sight`.
     """
     rows, width, heads, head_dim = q.shape
     kv_heads, page_size = key.shape[2], pool.shape[1]
@@ -172,16 +164,19 @@ def block_attention(
     missing = round_up(tables.shape[1], pages) - tables.shape[1]
     tables = jnp.pad(tables, ((0, 0), (0, missing)))
 
+    def sees(key_at: Array) -> Array:  # [R,s] or [1,s] -> [R,B,s]
+        return in_sight(query_at[:, :, None] - key_at[:, None], causal, window)
+
     def take(run: Array, so_far: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         of_run = lax.dynamic_slice_in_dim(tables, run * pages, pages, axis=1)
         keys, values = _unpacked(as_it_lies(take_rows(pool, of_run)), kv_heads, head_dim)
         key_at = (run * pages * page_size + jnp.arange(pages * page_size, dtype=jnp.int32))[None]
-        visible = _visible(sees, query_at, key_at) & (key_at < context_len[:, None])[:, None]
+        visible = sees(key_at) & (key_at < context_len[:, None])[:, None]
         joined = _joined(_Softmax(*so_far), _over(queries, keys, values, visible))
         return joined.highest, joined.total, joined.out
 
-    block = _over(queries, key, value, _visible(sees, query_at, query_at))
-    first, last = _runs(context_len, pages * page_size, sees.window)
+    block = _over(queries, key, value, sees(query_at))
+    first, last = _runs(context_len, pages * page_size, window)
     _, total, out = lax.fori_loop(first, last, take, (block.highest, block.total, block.out))
     return (out / total[..., None]).transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 

@@ -24,8 +24,8 @@ import numpy as np
 from jax import Array
 
 from bridge.jnp_attention import Keys, attend_to
-from bridge.positions import block_positions, pages_for
-from bridge.vllm_pages import RUN
+from bridge.positions import pages_for
+from bridge.vllm_pages import NARROW_HEAD, RUN
 from torch_dflash.block import draft_block
 from torch_dflash.pair import DTYPES, Pair, load_pair
 from torch_dflash.sampling import greedy
@@ -43,33 +43,28 @@ def served_by(pair: Pair) -> Served:
 def pools_of(served: Served, length: int, dtype: Any) -> list[Array]:
     """One row's pages, as tpu-inference shapes them in 16 bits."""
     block = served.drafter.config.block
-    side_by_side = block.head_dim == 64
-    heads = block.num_kv_heads if side_by_side else 2 * block.num_kv_heads
+    heads = block.num_kv_heads if block.head_dim == NARROW_HEAD else 2 * block.num_kv_heads
     packing = 4 // jnp.dtype(dtype).itemsize
     shape = (1 + pages_for(length, PAGE_SIZE), PAGE_SIZE, -(-heads // packing), packing, 128)
     return [jnp.zeros(shape, dtype) for _ in served.drafter.config.layers]
 
 
-def ours(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any], Any], tuple[Any, ...]]:
-    """The compiled program, how to call it again, and its arguments."""
-    served, room = served_by(pair), context + pair_block(pair)
+def ours(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any], Any], Any]:
+    """The compiled program, how to call it again with the pools of the call before, and the first ones."""
+    served = served_by(pair)
+    room = context + served.drafter.config.block_size
     tables = 1 + jnp.arange(pages_for(room, PAGE_SIZE), dtype=jnp.int32)[None]
     hidden = jnp.ones((NEW, served.drafter.config.block.hidden_size), dtype)
     new = Context(hidden, jnp.array([0, NEW]), context - NEW + jnp.arange(NEW, dtype=jnp.int32), jnp.array([context]))
     program = jax.jit(partial(propose, served), donate_argnums=2)
     rest = (tables, new, jnp.array([5], jnp.int32))
     given = (pair.params["drafter"], pair.params["target"])
-    compiled = program.lower(*given, pools_of(served, room, dtype), *rest).compile()
-    return compiled, lambda pools: compiled(*given, pools, *rest), (pools_of(served, room, dtype),)
+    pools = pools_of(served, room, dtype)
+    compiled = program.lower(*given, pools, *rest).compile()
+    return compiled, lambda pools: compiled(*given, pools, *rest), pools
 
 
-def pair_block(pair: Pair) -> int:
-    """B"""
-    assert pair.method == "dflash" and pair.drafter is not None
-    return pair.drafter.config.block_size
-
-
-def stateless(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any], Any], tuple[Any, ...]]:
+def stateless(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any], Any], Any]:
     """The same, for a proposer that has only the features of the whole context."""
     served = served_by(pair)
     config = served.drafter.config
@@ -86,7 +81,6 @@ def stateless(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any]
             of_block = Keys(key.swapaxes(1, 2)[:, None], value.swapaxes(1, 2)[:, None], own)
             return attend_to(q, of_context, of_block), None
 
-        assert block_positions(start, 1).shape == (1, 1)
         return draft_block(
             served.drafter, params, served.target, target, anchor, start, served.num_drafts, attend, greedy
         )
@@ -94,7 +88,7 @@ def stateless(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any]
     features = jnp.ones((1, context, len(config.target_layer_ids) * config.block.hidden_size), dtype)
     given = (pair.params["drafter"], pair.params["target"], features, jnp.array([5], jnp.int32))
     compiled = jax.jit(step).lower(*given).compile()
-    return compiled, lambda _: (None, compiled(*given)), (None,)
+    return compiled, lambda _: (None, compiled(*given)), None
 
 
 def flops(compiled: Any, pair: Pair, context: int, runs: bool) -> float:
@@ -102,8 +96,7 @@ def flops(compiled: Any, pair: Pair, context: int, runs: bool) -> float:
     counted = compiled.cost_analysis()["flops"]
     if not runs:
         return counted
-    assert pair.method == "dflash" and pair.drafter is not None
-    config, others = pair.drafter.config, (pages_for(context, RUN) - 1) * RUN
+    config, others = served_by(pair).drafter.config, (pages_for(context, RUN) - 1) * RUN
     of_a_layer = 4 * config.block_size * config.block.num_heads * config.block.head_dim
     return counted + others * of_a_layer * len(config.layers)
 
@@ -123,7 +116,7 @@ def main() -> None:
         made = {"ours": ours(pair, context, pair.dtype), "stateless": stateless(pair, context, pair.dtype)}
         count = {name: flops(program, pair, context, name == "ours") for name, (program, *_) in made.items()}
         seconds: dict[str, list[float]] = {name: [] for name in made}
-        state = {name: given[0] for name, (_, _, given) in made.items()}
+        state = {name: pools for name, (_, _, pools) in made.items()}
         for _ in range(arguments.repeats + 1):  # the first is not counted
             for name, (_, call, _) in made.items():
                 begin = time.perf_counter()

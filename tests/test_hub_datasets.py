@@ -40,6 +40,7 @@ def test_columns_and_splits(repository: str) -> None:
         ("", "must look like hub:OWNER/NAME"),
         ("#answer", "no column 'answer': use one of question, turns, number"),
         ("#number", "row 0 is 0, use a column of texts"),
+        ("@train[:0]#question", "cannot be loaded"),
         ("@dev#question", "cannot be loaded"),
         (":other#question", "cannot be loaded"),
     ],

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from attention_twins import dense, numpy, random
 
-from bridge.vllm_pages import RUN, Sees, Span, block_attention, rows_of, write_tokens
+from bridge.vllm_pages import RUN, Span, block_attention, rows_of, write_tokens
+from torch_dflash.config import DraftLayer
 
 PAGE_SIZE, BLOCK = 16, 4
 SHAPES = {  # head_dim, K/V heads: the trailing axes of a page in bf16 and f32, as tpu-inference makes them
@@ -60,9 +61,11 @@ def test_tokens_land_as_the_kernels_of_tpu_inference_lay_them(head: tuple[int, i
     assert (after[untouched] == 7).all()
 
 
-@pytest.mark.parametrize("sees", [Sees(False, None), Sees(True, None), Sees(False, 20), Sees(True, 3)], ids=str)
+@pytest.mark.parametrize(
+    "sees", [DraftLayer(False, None), DraftLayer(True, None), DraftLayer(False, 20), DraftLayer(True, 3)], ids=str
+)
 @pytest.mark.parametrize("head", SHAPES, ids=str)
-def test_a_block_sees_its_context_and_itself(head: tuple[int, int], sees: Sees) -> None:
+def test_a_block_sees_its_context_and_itself(head: tuple[int, int], sees: DraftLayer) -> None:
     """Rows of all lengths at once, an empty one among them; what lies in other slots is poison."""
     (head_dim, kv_heads), rows, length = head, len(LENGTHS), max(LENGTHS)
     keys, values = (random(seed, rows, length, kv_heads, head_dim) for seed in (1, 2))
@@ -72,8 +75,8 @@ def test_a_block_sees_its_context_and_itself(head: tuple[int, int], sees: Sees) 
     span = Span(length * jnp.arange(rows), jnp.zeros(rows, jnp.int32), lengths)
     flat = (part.reshape(1, -1, kv_heads, head_dim) for part in (keys, values))
     (pool,) = jax.jit(write_tokens)([jnp.full(pool_shape(head_dim, kv_heads, jnp.float32), 1e4)], *flat, own, span)
-    attend = jax.jit(block_attention, static_argnames="sees")
-    out = numpy(attend(q, key, value, pool, own, lengths, sees=sees))
+    attend = jax.jit(block_attention, static_argnames=("causal", "window"))
+    out = numpy(attend(q, key, value, pool, own, lengths, causal=sees.causal, window=sees.window))
     for r, context in enumerate(LENGTHS):
         query_at, key_at = context + np.arange(BLOCK), np.arange(context + BLOCK)
         distance = query_at[:, None] - key_at

@@ -107,7 +107,8 @@ class Runner:
         )
         setup = setup_for(loaded, tp=len(devices), **changes)
         self.proposer = make_proposer(Upstream)(None, self, setup)
-        self.proposer.load_model(take_params(_copy(served)))
+        # A copy: `take_params` empties a module.
+        self.proposer.load_model(take_params(copy.deepcopy(served)))
         self.requests: dict[str, Request] = {}
         self.pages = iter(np.random.default_rng(5).permutation(np.arange(1, 200)))
         trailing = ((block.num_kv_heads + 1) * (1 if block.head_dim == 64 else 2), 1, 128)  # one head more than needed
@@ -200,8 +201,3 @@ class Runner:
         _, features = target_pass(pair.target, request.ids[:context], pair.config.target_layer_ids)
         logits = draft_logits(pair.target, pair.drafter, pair.config, features, request.ids[context])
         return best_ids(pair.drafter, logits).tolist()
-
-
-def _copy(module: ServedTarget) -> ServedTarget:
-    """`take_params` empties a module."""
-    return copy.deepcopy(module)

@@ -25,11 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     sets = f"sets, with commas: {', '.join(OWN)} (these ship, and are the default); {', '.join(NAMED)} (NAME.jsonl in "
-    sets += (
-        '--data FOLDER); files of JSON lines, {"turns": [text, ...]}; or '
-        + FORM
-        + ". Of several turns the first is used"
-    )
+    sets += '--data FOLDER); files of JSON lines, {"turns": [text, ...]}; or '
+    sets += f"{FORM}. Of several turns the first is used"
     add("--dataset", default=",".join(OWN), metavar="SET,...", help=sets)
     add("--data", type=Path, metavar="FOLDER", help="where the named sets are")
     names, default = ", ".join(METHODS), ",".join(DEFAULT)

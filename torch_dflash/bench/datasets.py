@@ -44,12 +44,14 @@ def read_datasets(names: Sequence[str], folder: Path | None, limit: int) -> tupl
 
 def _read(name: str, folder: Path | None, limit: int) -> Dataset:
     if name.startswith("hub:"):
-        return Dataset(name.removeprefix("hub:").replace("/", "-"), name, read_hub(name, limit))
-    path = _find(name, folder)
-    prompts = () if path.is_file() and not path.read_bytes().strip() else tuple(read_prompts(path))
+        called, origin, prompts = name.removeprefix("hub:").replace("/", "-"), name, read_hub(name, limit)
+    else:
+        path = _find(name, folder)
+        called, origin = name if name in (*OWN, *NAMED) else path.stem, str(path)
+        prompts = () if path.is_file() and not path.read_bytes().strip() else tuple(read_prompts(path))
     if not prompts:
-        raise InputError(f"--dataset {name}: {path} is empty, give at least one prompt")
-    return Dataset(name if name in (*OWN, *NAMED) else path.stem, str(path), prompts[:limit])
+        raise InputError(f"--dataset {name}: {origin} is empty, give at least one prompt")
+    return Dataset(called, origin, prompts[:limit])
 
 
 def _find(name: str, folder: Path | None) -> Path:

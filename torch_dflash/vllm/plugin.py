@@ -6,16 +6,14 @@ the runner, and not before: a server's front end never does, and must not start 
 belongs to one process.
 """
 
-import importlib.abc
-import importlib.machinery
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from torch_dflash.vllm import seams
+from torch_dflash.vllm.after_import import AfterImport
 
 log = logging.getLogger("vllm.torch_dflash")
 
@@ -23,33 +21,17 @@ log = logging.getLogger("vllm.torch_dflash")
 def register() -> None:
     """See to it that `replace` runs once, as soon as the runner has been imported. Does nothing without
     tpu-inference."""
-    if seams.server_version() is None or any(isinstance(finder, _AfterRunner) for finder in sys.meta_path):
+    waiting = any(
+        isinstance(finder, AfterImport) and seams.PROPOSER.module in finder.changes for finder in sys.meta_path
+    )
+    if seams.server_version() is None or waiting:
         return
     if seams.WINDOWS.is_there():
         seams.WINDOWS.put(_needs_groups(seams.WINDOWS.value()))
     if seams.PROPOSER.module in sys.modules:
         replace()
     else:
-        sys.meta_path.insert(0, _AfterRunner())
-
-
-class _AfterRunner(importlib.abc.MetaPathFinder):
-    """Finds nothing of its own; when the runner's module has been executed, the names are replaced."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name != seams.PROPOSER.module:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: ModuleType) -> None:
-            execute(module)
-            replace()
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
+        sys.meta_path.insert(0, AfterImport({seams.PROPOSER.module: lambda runner: replace()}))
 
 
 def replace() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from bridge.platform import EVERYWHERE, HEADS, POOL, Platform
 from bridge.views import Params
-from bridge.vllm_pages import Pool, Sees, Span, block_attention, rows_of, write_tokens
+from bridge.vllm_pages import Pool, Span, block_attention, rows_of, write_tokens
 from torch_dflash.block import DrafterFunctions, Ends, draft_block
 from torch_dflash.sampling import greedy
 
@@ -117,11 +117,10 @@ def _attend(served: Served, pools: Sequence[Pool], tables: Array, length: Array)
     where = (HEADS, HEADS, HEADS, POOL, EVERYWHERE, EVERYWHERE)
 
     def attend(layer: int, q: Array, key: Array, value: Array, _: Any) -> tuple[Array, Any]:
-        rules = served.drafter.config.layers[layer]
-        sees = Sees(rules.causal, rules.window)
+        sees = served.drafter.config.layers[layer]
 
         def local(q: Array, key: Array, value: Array, pool: Pool, tables: Array, length: Array) -> Array:
-            return block_attention(q, key, value, pool, tables, length, sees)
+            return block_attention(q, key, value, pool, tables, length, sees.causal, sees.window)
 
         return served.platform.spread(local, where, HEADS)(q, key, value, pools[layer], tables, length), None
 

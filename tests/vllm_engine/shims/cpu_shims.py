@@ -4,12 +4,11 @@ Nothing of torch-dflash is changed here. The ragged paged attention kernels of t
 are replaced by jnp on the same pages.
 """
 
-import importlib.abc
-import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
+
+from torch_dflash.vllm.after_import import AfterImport
 
 KERNELS = "tpu_inference.kernels.ragged_paged_attention.v3."
 HBM = 4 << 30
@@ -21,7 +20,7 @@ def install() -> None:
     _import_torchax()
     _drop_tpu_options()
     _keep_storages()
-    sys.meta_path.insert(0, _AfterImport())
+    sys.meta_path.insert(0, AfterImport(CHANGES))
 
 
 def _name_torchvision_ops() -> None:
@@ -69,24 +68,6 @@ def _keep_storages() -> None:
 
     resize = torch.UntypedStorage.resize_
     torch.UntypedStorage.resize_ = lambda self, size: self if size == 0 else resize(self, size)
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds nothing itself, but lets a module be changed as soon as it has been executed."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        if name not in CHANGES:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_change(module: ModuleType) -> None:
-                execute(module)
-                CHANGES[name](module)
-
-            spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
-        return spec
 
 
 def _change_utils(module: Any) -> None:
