@@ -3,15 +3,20 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
-from helpers import BYTES_PAIR
+from helpers import BYTES_PAIR, GOLDEN
+from safetensors.numpy import load_file
 
 from torch_dflash import cli
+from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.train import checkpoint
 from torch_dflash.train.loop import CHECKPOINT, LOG
 from torch_dflash.train.records import Answer, append_answers
@@ -61,6 +66,14 @@ def failing_write(number: int, error: BaseException) -> Callable[[int], None]:
         (["--mesh", "0"], "--mesh is 0: use an integer >= 1"),
         (["--save-every", "0"], "--save-every is 0: use an integer >= 1"),
         (["--block-size", "1"], "--block-size is 1: use an integer >= 2"),
+        (["--invent", "8"], "--invent, --rounds and --answer-tokens need --bulk or --accelerator"),
+        (["--bulk", "--sampled", "0.5"], "--sampled is 0.5: in bulk it is a share of later rounds, give --rounds 2"),
+        (["--start-from", "bytes", "--layers", "2"], "--layers is 2: the shape is that of --start-from, leave it out"),
+        (["--start-from", "bytes", "--tap-layers", "1", "2"], "the taps are those of --start-from, leave it out"),
+        (
+            ["--start-from", "bytes", "--method", "eagle3"],
+            "--start-from is bytes: it has no meaning for --method eagle3",
+        ),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str):
@@ -78,6 +91,45 @@ def test_a_target_without_a_free_mask_token(tmp_path: Path, capsys: pytest.Captu
     command = run_in(tmp_path / "run", some_answers(first=257))  # the special tokens are 256..263
     assert cli.main(command) == 2
     assert "no special token that its texts never contain: give --mask-token-id" in capsys.readouterr().err
+
+
+def test_a_drafter_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture):
+    """--start-from: with a learning rate of 0 the drafter comes out as it went in, in bfloat16; otherwise nothing but
+    weights changes, and a folder is not gone on from with another start."""
+    draft = BYTES_PAIR / "draft"
+    command = run_in(tmp_path / "run", some_answers(), ["--start-from", str(draft)])
+    assert cli.main([*command, "--learning-rate", "0"]) == 0
+    same, before = load_file(tmp_path / "run" / "drafter" / "model.safetensors"), load_file(draft / "model.safetensors")
+    assert same.keys() == before.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(same[name], value.astype(ml_dtypes.bfloat16), err_msg=name)
+    command = run_in(tmp_path / "other", some_answers(), ["--start-from", str(draft)])
+    assert cli.main(command) == 0
+    assert read_drafter_config(tmp_path / "other" / "drafter") == read_drafter_config(draft)
+    moved = load_file(tmp_path / "other" / "drafter" / "model.safetensors")
+    assert all((moved[name] != same[name]).any() for name in before if name.endswith("proj.weight"))
+    capsys.readouterr()
+    again = shutil.copytree(draft, tmp_path / "again")
+    command[command.index("--start-from") + 1] = str(again)
+    assert cli.main(command) == 2
+    assert f"was trained with start_from {draft} (now {again}); use the same options" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (GOLDEN / "qwen3-swa" / "draft", "drafter layer 0 is causal; only full attention can be trained"),
+        (GOLDEN / "qwen3-gqa" / "draft", "hidden_size"),
+        (Path("nowhere"), "nowhere"),
+    ],
+)
+def test_drafters_that_cannot_be_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture, draft: Path, message: str):
+    target = draft.parent / "target" if "causal" in message else BYTES_PAIR / "target"
+    command = run_in(tmp_path / "run", [Answer(0, (1, 2), (3, 4, 5, 6, 7))] * 2, ["--start-from", str(draft)])
+    command[command.index("--target") + 1] = str(target)
+    assert cli.main(command) == 2
+    printed = capsys.readouterr().err
+    assert message in printed.splitlines()[-1] and "Traceback" not in printed
 
 
 @pytest.mark.parametrize("shape", [SMALL, HEAD], ids=["dflash", "eagle3"])

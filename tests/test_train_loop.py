@@ -259,13 +259,6 @@ def test_arguments_make_a_recipe():
     assert gamma_of(8) == 4
 
 
-def test_arguments_for_an_accelerator_need_one():
-    parser = ArgumentParser()
-    add_arguments(parser)
-    with pytest.raises(InputError, match="need --accelerator"):
-        recipe_of(parser.parse_args(["a.jsonl", "--out", "run", "--invent", "8"]))
-
-
 def test_the_picture_of_a_run(watched, tmp_path: Path):
     folder, _, _ = watched
     lines = [json.loads(line) for line in (folder / LOG).read_text().splitlines()]

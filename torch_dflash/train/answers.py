@@ -1,6 +1,6 @@
 """The target's own answers to prompts, written by this project's engine: greedy and drawn ones mixed.
 
-`bulk.py`, made for accelerators, does the same for a hundred times as many.
+`bulk.py` does the same for hundreds at a time.
 """
 
 import random
@@ -30,7 +30,7 @@ class AnswerPlan:
     """How answers are made. `limit` None answers every prompt; longer prompts than max_prompt_tokens are left out.
 
     sampled: share of the prompts whose answer is drawn at temperature 1, with a seed of its own; the others are
-    answered greedily.
+    answered greedily. In bulk: of the answers after each prompt's first; the others begin so and go on greedily.
     """
 
     rows: int = 32

@@ -14,14 +14,15 @@ from torch_dflash.train.records import read_prompts
 from torch_dflash.train.trainer import TrainPlan
 
 COUNTS = (
-    *("max_new_tokens", "answer_rows", "rounds"),
+    *("max_prompt_tokens", "max_new_tokens", "answer_rows", "rounds"),
     *("steps", "rows", "anchors", "save_every", "eval_count", "mesh"),
 )
 # Options of one method: what they set is not in the other. None where they are not given.
 ONLY = {
-    "dflash": ("layers", "block_size", "taps", "mask_token_id"),
+    "dflash": ("layers", "block_size", "taps", "mask_token_id", "start_from"),
     "eagle3": ("draft_vocab_size", "ttt_length"),
 }
+LATER_SAMPLED = 0.2
 TTT_LENGTH = 7  # of EAGLE's public training code
 
 
@@ -34,26 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--method", choices=tuple(ONLY), default="dflash", help="what is trained (default: %(default)s)")
     _add_shapes(parser)
     add("--limit", type=int, help="answer only so many prompts")
+    longest = "longer prompts are left out, chat template included (default: %(default)s)"
+    add("--max-prompt-tokens", type=int, default=256, help=longest)
     add("--max-new-tokens", type=int, default=256, help="longest answer (default: %(default)s)")
     add(
         "--sampled",
         type=float,
-        default=0.0,
         metavar="SHARE",
-        help="share of answers drawn at temperature 1 (default: 0)",
+        help=f"share of answers drawn at temperature 1 (default: 0; of later rounds {LATER_SAMPLED})",
     )
     add("--answer-rows", type=int, default=32, help="answers written at a time (default: %(default)s)")
-    add("--accelerator", action="store_true", help="answers in bulk, features in device memory, loss over all ids")
-    add("--invent", type=int, default=0, help="with --accelerator: try so many prompts of the target's own")
-    add(
-        "--rounds",
-        type=int,
-        default=1,
-        help="with --accelerator: answers to each prompt, after the first with varied openings",
-    )
-    add(
-        "--answer-tokens", type=float, default=float("inf"), help="with --accelerator: stop answering at so many tokens"
-    )
+    add("--bulk", action="store_true", help="answers in batches of --answer-rows, quicker for hundreds of them")
+    add("--accelerator", action="store_true", help="--bulk, features in device memory, loss over all ids")
+    add("--invent", type=int, default=0, help="with --bulk: try so many prompts of the target's own")
+    rounds = "with --bulk: answers to each prompt, after the first with varied openings"
+    add("--rounds", type=int, default=1, help=rounds)
+    add("--answer-tokens", type=float, default=float("inf"), help="with --bulk: stop answering at so many tokens")
     add("--steps", type=int, default=2000, help="training steps (default: %(default)s)")
     add("--train-seconds", type=float, help="instead of --steps: as many as fit, compilation included")
     add("--rows", type=int, default=16, help="texts of a step (default: %(default)s)")
@@ -91,6 +88,8 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     add("--layers", type=int, help=f"dflash: drafter layers (default: {dflash.num_layers})")
     add("--block-size", type=int, help=f"dflash: tokens of a block, anchor included (default: {dflash.block_size})")
     add("--taps", type=int, help=f"dflash: tapped target layers (default: {dflash.num_taps})")
+    start = "dflash: drafter to go on from, a folder, hub id or shipped name; its shape stays"
+    add("--start-from", metavar="DRAFTER", help=start)
     add("--tap-layers", type=int, nargs="+", default=(), help="which layers, instead of the method's own choice")
     add("--mask-token-id", type=int, help="dflash: default: the last special token that no text contains")
     rows = f"eagle3: rows of its head, the answers' most frequent tokens (default: {head.draft_vocab_size})"
@@ -106,10 +105,14 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
             option, value = f"--{name.replace('_', '-')}", vars(args)[name]
             if method != args.method and value is not None:
                 raise InputError(f"{option} is {value}: it has no meaning for --method {args.method}, leave it out")
-            if value is not None and name != "mask_token_id":
+            if value is not None and name != "start_from" and args.start_from is not None:
+                raise InputError(f"{option} is {value}: the shape is that of --start-from, leave it out")
+            if value is not None and name not in ("mask_token_id", "start_from"):
                 least, why = (2, "the anchor and a draft") if name == "block_size" else (1, "")
                 checked_integer(value, option, least, why=why)
     taps = tuple(args.tap_layers)
+    if taps and args.start_from is not None:
+        raise InputError("--tap-layers: the taps are those of --start-from, leave it out")
     if args.method == "eagle3":
         return replace(Eagle3Plan(taps=taps), **_given(draft_vocab_size=args.draft_vocab_size))
     shape = {"num_layers": args.layers, "block_size": args.block_size, "num_taps": args.taps}
@@ -127,21 +130,21 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     drafter = _drafter_plan(args)
     if args.limit is not None:
         checked_integer(args.limit, "--limit", 1)
-    if not args.accelerator and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
-        raise InputError("--invent, --rounds and --answer-tokens need --accelerator")
+    bulk = args.bulk or args.accelerator
+    if not bulk and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
+        raise InputError("--invent, --rounds and --answer-tokens need --bulk or --accelerator")
     if args.loss_weights == "dynamic" and args.gamma is not None:
         raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
-    for name in ("distill", "sampled"):
-        if not 0 <= vars(args)[name] <= 1:
-            raise InputError(f"--{name} is {vars(args)[name]}: use a share in 0..1")
-    if args.accelerator and args.sampled:
-        raise InputError("--sampled is for answers without --accelerator, which has --rounds")
+    sampled = (LATER_SAMPLED if bulk else 0.0) if args.sampled is None else args.sampled
+    for name, share in {"distill": args.distill, "sampled": sampled}.items():
+        if not 0 <= share <= 1:
+            raise InputError(f"--{name} is {share}: use a share in 0..1")
+    if bulk and args.sampled is not None and args.rounds == 1:
+        raise InputError(f"--sampled is {sampled}: in bulk it is a share of later rounds, give --rounds 2 or more")
     checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
         drafter=drafter,
-        answers=AnswerPlan(
-            args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit, sampled=args.sampled
-        ),
+        answers=AnswerPlan(args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit, sampled=sampled),
         batches=BatchPlan(args.rows, args.anchors, seed=args.seed),
         training=TrainPlan(
             steps=args.steps,
@@ -149,6 +152,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             weights=args.loss_weights,
             gamma=args.gamma,
             distill=args.distill,
+            start_from=args.start_from,
             ttt_length=(args.ttt_length or TTT_LENGTH) if args.method == "eagle3" else None,
             negatives=None if args.accelerator else TrainPlan().negatives,
             compute=args.dtype,
@@ -158,6 +162,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         held_out=_held_out(args),
         mesh=args.mesh,
         invented=args.invent,
+        bulk=bulk,
         accelerator=args.accelerator,
         rounds=args.rounds,
         answer_tokens=args.answer_tokens,

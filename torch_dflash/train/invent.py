@@ -55,12 +55,14 @@ def invent_prompts(
     plan: BulkPlan,
     stop_ids: tuple[int, ...],
     seed: int,
+    done: int = 0,
 ) -> Iterator[list[str]]:
-    """New prompts, one list for each batch; fewer than `count` in all, since useless ones are left out."""
+    """New prompts, one list for each batch without the first `done`; fewer than `count` in all, since useless ones are
+    left out."""
     texts = openings(groups, count, seed)
     started = [Opening(i, _user_turn(tokenizer, text), plan.max_new_tokens) for i, text in enumerate(texts)]
     started = [opening for opening in started if len(opening.prompt_ids) <= plan.prompt_width]
-    for answers in bulk_answers(target, params, started, plan, stop_ids, seed):
+    for answers in bulk_answers(target, params, started, plan, stop_ids, seed, done):
         made = [_finished(tokenizer, texts[answer.index], answer, stop_ids) for answer in answers]
         yield [text for text in made if text]
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
-from bridge.views import Params, take_rows
+from bridge.views import Params, product, take_rows
 from torch_dflash import block
 from torch_dflash.block import DrafterFunctions
 from torch_dflash.config import DrafterConfig
@@ -23,15 +23,21 @@ from torch_dflash.train.objective import Candidates, Frozen, Measures, Objective
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
-    """Lower a drafter for training. Its layers must see the whole context and, without causality, their own block.
+    """Lower a drafter for training. Raises InputError for one that `check_trainable` refuses."""
+    check_trainable(config)
+    return block.lower_drafter(module, config)
 
-    Raises InputError for one with a head of its own: the loss runs over the target's.
-    """
+
+def check_trainable(config: DrafterConfig) -> None:
+    """Layers must see the whole context and, without causality, their own block, and the loss runs over the target's
+    head. Raises InputError."""
     if config.draft_vocab_size is not None:
         reason = "a drafter with a head of its own cannot be trained"
         raise InputError(f"drafter draft_vocab_size is {config.draft_vocab_size}; {reason}, use one without")
-    assert all(layer.window is None and not layer.causal for layer in config.layers), "only full attention is trained"
-    return block.lower_drafter(module, config)
+    for number, layer in enumerate(config.layers):
+        if layer.causal or layer.window is not None:
+            seen = "is causal" if layer.causal else f"has a window of {layer.window}"
+            raise InputError(f"drafter layer {number} {seen}; only full attention can be trained, use another drafter")
 
 
 def product_dtype(dtype: Any) -> Any:
@@ -100,5 +106,5 @@ def block_loss(
     assert frozen.head is not None
     hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
     head = frozen.head if candidates is None else take_rows(frozen.head, candidates.ids)
-    logits = jnp.einsum("rabe,ce->rabc", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    logits = product(hidden, head.astype(hidden.dtype))
     return guess_loss(objective, logits, batch, candidates, teacher)

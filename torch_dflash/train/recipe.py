@@ -39,8 +39,8 @@ class Recipe:
     held_out: HeldOutPlan = field(default_factory=HeldOutPlan)
     mesh: int = 1  # devices that share the rows of a step
     invented: int = 0
-    accelerator: bool = False  # answers in bulk and features in device memory, instead of engine and disk
-    rounds: int = 1  # bulk answers: once greedily, then with varied openings, until one of these limits
-    answer_seconds: float = float("inf")
+    bulk: bool = False  # answers in bulk, instead of by the engine
+    accelerator: bool = False  # features in device memory, instead of on disk
+    rounds: int = 1  # bulk answers: once greedily, then with varied openings, until there are so many tokens
     answer_tokens: float = float("inf")
     train_seconds: float | None = None  # steps are set from the measured time of a step

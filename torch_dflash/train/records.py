@@ -34,6 +34,11 @@ class Answer:
         """Position of the first token that may be an anchor."""
         return len(self.prompt_ids) + self.num_sampled
 
+    @property
+    def line(self) -> str:
+        """Of the answers file."""
+        return json.dumps(asdict(self)) + "\n"
+
 
 def read_prompts(path: Path) -> list[str]:
     """The first turn of every line of a prompt file ({"turns": [text, ...]}). Raises InputError naming the line."""
@@ -89,7 +94,7 @@ def _answer(path: Path, number: int, line: str) -> Answer:
 def append_answers(path: Path, answers: Iterable[Answer]) -> None:
     """Add lines and flush them."""
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(asdict(answer)) + "\n" for answer in answers)
+        file.writelines(answer.line for answer in answers)
 
 
 def usable_length(ids: Sequence[int]) -> int:

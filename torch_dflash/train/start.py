@@ -3,15 +3,19 @@
 from functools import partial
 
 import numpy as np
+import torch
 from jax.sharding import Mesh
 
 from bridge.views import Params, take_params
-from torch_dflash.config import DrafterConfig, Eagle3Config
-from torch_dflash.pair import Pair
+from torch_dflash.config import DrafterConfig, Eagle3Config, TargetConfig
+from torch_dflash.config_reader import check_pair, read_drafter_config
+from torch_dflash.hub import resolve_draft
+from torch_dflash.models.drafter import Drafter
+from torch_dflash.pair import Pair, load_drafter
 from torch_dflash.propose_eagle import lower_eagle3
 from torch_dflash.train.batches import Data
 from torch_dflash.train.eagle_loss import GAMMA, chain_loss
-from torch_dflash.train.loss import block_loss, lower_drafter
+from torch_dflash.train.loss import block_loss, check_trainable, lower_drafter
 from torch_dflash.train.objective import Frozen, Objective
 from torch_dflash.train.recipe import DrafterPlan, Eagle3Plan
 from torch_dflash.train.texts import free_mask_id, frequent_ids, label_vocabulary
@@ -25,11 +29,14 @@ def start(
 ) -> tuple[Trainer, TrainState]:
     """A new drafter for the pair's target, ready to train. Raises InputError for a plan that does not fit it."""
     params = pair.params["target"]
+    if isinstance(drafter, DrafterPlan) and plan.start_from is not None:
+        config, module = trained_already(plan.start_from, pair.target.config)
+        return trainer_of(module, config, params, data, plan, mesh)
     if isinstance(drafter, DrafterPlan):
         return make_trainer(settled_config(pair, data, drafter), params, data, plan, mesh)
     ids = frequent_ids(data, drafter.draft_vocab_size)
-    config = head_config(pair.target.config, drafter.taps, len(ids))
-    return make_head_trainer(config, ids, pair.target.config.num_layers, params, plan, mesh)
+    head = head_config(pair.target.config, drafter.taps, len(ids))
+    return make_head_trainer(head, ids, pair.target.config.num_layers, params, plan, mesh)
 
 
 def settled_config(pair: Pair, data: Data, plan: DrafterPlan) -> DrafterConfig:
@@ -44,7 +51,23 @@ def make_trainer(
     config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None = None
 ) -> tuple[Trainer, TrainState]:
     """A DFlash drafter warm-started from the target's parameters, ready to train."""
-    module = warm_start(config, target_params)
+    return trainer_of(warm_start(config, target_params), config, target_params, data, plan, mesh)
+
+
+def trained_already(name: str, target: TargetConfig) -> tuple[DrafterConfig, Drafter]:
+    """A drafter to go on from, float32: a folder, a hub id or a shipped name. Raises InputError for one that does not
+    fit the target, or that the loss cannot train."""
+    folder = resolve_draft(name)
+    config = read_drafter_config(folder)
+    check_pair(target.shape, config)
+    check_trainable(config)
+    return load_drafter(folder, torch.float32)
+
+
+def trainer_of(
+    module: Drafter, config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None
+) -> tuple[Trainer, TrainState]:
+    """A DFlash drafter, float32, ready to train."""
     lowered = lower_drafter(module, config)
     params, buffers = split_buffers(take_params(module))
     embedding = target_params["embed_tokens.weight"]

@@ -1,8 +1,8 @@
 """From prompts to training texts: the target's answers, from the engine or in bulk, cut and turned into arrays."""
 
+import json
 import random
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,48 +15,84 @@ from torch_dflash.tokenizer import eos_ids
 from torch_dflash.train.answers import AnswerPlan, encode_prompts, write_answers
 from torch_dflash.train.batches import Data, make_data
 from torch_dflash.train.bulk import BulkPlan, Opening, bulk_answers
+from torch_dflash.train.checkpoint import write_atomically
 from torch_dflash.train.invent import invent_prompts
 from torch_dflash.train.recipe import Recipe
-from torch_dflash.train.records import Answer, append_answers, read_answers, usable_length
+from torch_dflash.train.records import Answer, append_answers, mend, read_answers, usable_length
 
 SAMPLED_OPENING = (4, 64)  # tokens drawn before a text turns greedy
-WHOLLY_SAMPLED = 0.2  # share of the later rounds' answers that are drawn at temperature 1 to the end
 
 
 def make_answers(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> list[Answer]:
-    """Answers to groups (files) of prompts: those of `folder`/answers.jsonl, made if they are not there."""
+    """Answers to groups (files) of prompts: those of `folder`/answers.jsonl, and those that are not there yet.
+
+    May be killed at any moment: the next call goes on where this one stopped.
+    """
     path = folder / "answers.jsonl"
-    if not recipe.accelerator:
+    if not recipe.bulk:
         write_answers(pair, list(chain(*groups)), path, recipe.answers)
-        return read_answers(path)
-    if (folder / "answers.done").exists():
-        return read_answers(path)
-    path.unlink(missing_ok=True)
-    for answers in _bulk(pair, groups, recipe):
-        append_answers(path, answers)
-    (folder / "answers.done").touch()
+    elif not (folder / "answers.done").exists():
+        _write_bulk(pair, groups, recipe, folder)
+        (folder / "answers.done").touch()
     return read_answers(path)
 
 
-def _bulk(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe) -> Iterator[list[Answer]]:
-    """Round 0 answers every prompt greedily, invented ones too; later rounds vary the openings until time is up."""
-    begin, params, own = time.perf_counter(), pair.params["target"], recipe.answers
-    if recipe.invented and not getattr(pair.tokenizer, "chat_template", None):
-        raise InputError("--invent needs a target with a chat template: this one never learnt to write prompts")
+def _write_bulk(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> None:
+    """Round 0 answers every prompt greedily, invented ones too; later rounds vary the openings until there are enough
+    tokens."""
+    path, own, params = folder / "answers.jsonl", recipe.answers, pair.params["target"]
     stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
     plan = BulkPlan(own.rows, own.max_prompt_tokens, own.max_new_tokens)
-    seed = own.seed
-    batches = invent_prompts(pair.target, params, pair.tokenizer, groups, recipe.invented, plan, stop_ids, seed)
-    every = [*chain(*groups), *chain(*batches)]
-    ids = encode_prompts(pair, every, own)
-    tokens = 0
-    for number in range(recipe.rounds):
+    ids = encode_prompts(pair, [*chain(*groups), *_invented(pair, groups, recipe, plan, stop_ids, folder)], own)
+    mend(path)
+    held = read_answers(path)
+    per_round = -(-len(ids) // plan.rows)
+    done, whole = whole_batches(len(held), len(ids), plan.rows)
+    if whole < len(held):
+        write_atomically(path, "".join(answer.line for answer in held[:whole]).encode())
+    tokens = sum(len(answer.token_ids) for answer in held[:whole])
+    for number in range(done // per_round, recipe.rounds):
         openings = round_of_openings(ids, number, own)
-        for answers in bulk_answers(pair.target, params, openings, plan, stop_ids, seed + 1 + number):
-            yield answers
-            tokens += sum(len(answer.token_ids) for answer in answers)
-            if tokens > recipe.answer_tokens or time.perf_counter() - begin > recipe.answer_seconds:
+        seed, skip = own.seed + 1 + number, max(0, done - number * per_round)
+        for answers in bulk_answers(pair.target, params, openings, plan, stop_ids, seed, skip):
+            if tokens > recipe.answer_tokens:
                 return
+            append_answers(path, answers)
+            tokens += sum(len(answer.token_ids) for answer in answers)
+
+
+def whole_batches(answers: int, of_a_round: int, rows: int) -> tuple[int, int]:
+    """How many whole batches so many answers are, and how many answers those hold; each round's last batch is what is
+    left of it.  Example: 13 answers, rounds of 5 in batches of 2 -> (7, 12)."""
+    rounds, rest = divmod(answers, of_a_round)
+    batches, whole = rounds * -(-of_a_round // rows) + rest // rows, rounds * of_a_round + rest // rows * rows
+    return batches, whole
+
+
+def _invented(
+    pair: Pair,
+    groups: Sequence[Sequence[str]],
+    recipe: Recipe,
+    plan: BulkPlan,
+    stop_ids: tuple[int, ...],
+    folder: Path,
+) -> list[str]:
+    """Prompts of the target's own: those of `folder`/invented.jsonl, a line for each batch, and those that are not
+    there yet."""
+    if not recipe.invented:
+        return []
+    if not getattr(pair.tokenizer, "chat_template", None):
+        raise InputError("--invent needs a target with a chat template: this one never learnt to write prompts")
+    path, seed = folder / "invented.jsonl", recipe.answers.seed
+    mend(path)
+    done = len(path.read_text(encoding="utf-8").splitlines()) if path.exists() else 0
+    params = pair.params["target"]
+    for prompts in invent_prompts(
+        pair.target, params, pair.tokenizer, groups, recipe.invented, plan, stop_ids, seed, done
+    ):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(prompts) + "\n")
+    return [prompt for line in path.read_text(encoding="utf-8").splitlines() for prompt in json.loads(line)]
 
 
 def round_of_openings(ids: dict[int, tuple[int, ...]], number: int, plan: AnswerPlan) -> list[Opening]:
@@ -66,7 +102,7 @@ def round_of_openings(ids: dict[int, tuple[int, ...]], number: int, plan: Answer
     def sampled() -> int:
         if number == 0:
             return 0
-        return plan.max_new_tokens if rng.random() < WHOLLY_SAMPLED else rng.randint(*SAMPLED_OPENING)
+        return plan.max_new_tokens if rng.random() < plan.sampled else rng.randint(*SAMPLED_OPENING)
 
     return [Opening(index, prompt, sampled()) for index, prompt in ids.items()]
 

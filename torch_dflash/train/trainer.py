@@ -26,6 +26,7 @@ class TrainPlan:
     """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16,
     and weights 0.8^i for an EAGLE-3 head. ttt_length: passes that such a head is unrolled over; None for DFlash.
 
+    start_from: the drafter to go on from; None: one made of the target's layers.
     negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
     compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
     """
@@ -39,6 +40,7 @@ class TrainPlan:
     gamma: float | None = None
     distill: float = 0.0
     ttt_length: int | None = None
+    start_from: str | None = None
     negatives: int | None = 1024
     compute: str = "bfloat16"
     seed: int = 0
