@@ -135,6 +135,10 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         raise InputError("--invent, --rounds and --answer-tokens need --bulk or --accelerator")
     if args.loss_weights == "dynamic" and args.gamma is not None:
         raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
+    for name in ("learning_rate", "gamma", "train_seconds"):
+        value = vars(args)[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"--{name.replace('_', '-')} is {value}: use a finite number above 0")
     sampled = (LATER_SAMPLED if bulk else 0.0) if args.sampled is None else args.sampled
     for name, share in {"distill": args.distill, "sampled": sampled}.items():
         if not 0 <= share <= 1:
@@ -144,7 +148,9 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
         drafter=drafter,
-        answers=AnswerPlan(args.answer_rows, args.max_new_tokens, seed=args.seed, limit=args.limit, sampled=sampled),
+        answers=AnswerPlan(
+            args.answer_rows, args.max_new_tokens, args.max_prompt_tokens, args.seed, args.limit, sampled
+        ),
         batches=BatchPlan(args.rows, args.anchors, seed=args.seed),
         training=TrainPlan(
             steps=args.steps,
