@@ -15,7 +15,7 @@ from torch_dflash.errors import InputError
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.bulk import GROUP, BulkPlan, Opening, bulk_answers, draw
 from torch_dflash.train.recipe import Recipe
-from torch_dflash.train.texts import make_answers, whole_batches
+from torch_dflash.train.texts import make_answers, round_of_openings, whole_batches
 
 GROUPS = [["def get_name(", "def add(a, b", "import ", "class Reader("], ["return", "for x in", "if not "]]
 
@@ -79,7 +79,7 @@ def test_batches_of_rounds():
 
 def recipe_for(folder: Path, **changes: Any) -> Recipe:
     folder.mkdir(exist_ok=True)
-    plan = AnswerPlan(rows=2, max_new_tokens=24, max_prompt_tokens=64, seed=3, sampled=0.5)
+    plan = AnswerPlan(rows=2, max_new_tokens=24, max_prompt_tokens=64, seed=3, later_sampled=0.5)
     return replace(Recipe(answers=plan, bulk=True, rounds=2, invented=7), **changes)
 
 
@@ -110,6 +110,13 @@ def test_answers_end_when_there_are_enough_tokens(tmp_path: Path):
     answers = make_answers(pair, GROUPS, recipe, tmp_path / "run")
     sizes = [len(answer.token_ids) for answer in answers]
     assert sum(sizes) > 60 >= sum(sizes[:-2])
+
+
+def test_a_share_of_each_round_is_drawn_to_its_end():
+    ids, plan = {i: (1, 2) for i in range(1000)}, AnswerPlan(max_new_tokens=100, sampled=0.25, later_sampled=0.75)
+    first, later = ([o.num_sampled for o in round_of_openings(ids, number, plan)] for number in (0, 1))
+    assert set(first) == {0, 100} and abs(first.count(100) - 250) < 60
+    assert abs(later.count(100) - 750) < 60 and max(n for n in later if n < 100) <= 64 and 0 not in later
 
 
 def test_prompts_are_invented_by_targets_that_know_chats(tmp_path: Path):

@@ -70,7 +70,7 @@ def failing_write(number: int, error: BaseException) -> Callable[[int], None]:
         (["--train-seconds", "-5"], "--train-seconds is -5.0: use a finite number above 0"),
         (["--gamma", "0"], "--gamma is 0.0: use a finite number above 0"),
         (["--invent", "8"], "--invent, --rounds and --answer-tokens need --bulk or --accelerator"),
-        (["--bulk", "--sampled", "0.5"], "--sampled is 0.5: in bulk it is a share of later rounds, give --rounds 2"),
+        (["--bulk", "--sampled", "-0.5"], "--sampled is -0.5: use a share in 0..1"),
         (["--start-from", "bytes", "--layers", "2"], "--layers is 2: the shape is that of --start-from, leave it out"),
         (["--start-from", "bytes", "--tap-layers", "1", "2"], "the taps are those of --start-from, leave it out"),
         (

@@ -30,7 +30,8 @@ class AnswerPlan:
     """How answers are made. `limit` None answers every prompt; longer prompts than max_prompt_tokens are left out.
 
     sampled: share of the prompts whose answer is drawn at temperature 1, with a seed of its own; the others are
-    answered greedily. In bulk: of the answers after each prompt's first; the others begin so and go on greedily.
+    answered greedily. later_sampled: in bulk, the same share of the answers after each prompt's first; the others begin
+    so and go on greedily.
     """
 
     rows: int = 32
@@ -39,6 +40,7 @@ class AnswerPlan:
     seed: int = 0
     limit: int | None = None
     sampled: float = 0.0
+    later_sampled: float = 0.2
 
     def sampling(self, index: int) -> Sampling:
         """How the tokens of the answer to prompt `index` are chosen."""

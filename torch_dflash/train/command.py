@@ -22,7 +22,6 @@ ONLY = {
     "dflash": ("layers", "block_size", "taps", "mask_token_id", "start_from"),
     "eagle3": ("draft_vocab_size", "ttt_length"),
 }
-LATER_SAMPLED = 0.2
 TTT_LENGTH = 7  # of EAGLE's public training code
 
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampled",
         type=float,
         metavar="SHARE",
-        help=f"share of answers drawn at temperature 1 (default: 0; of later rounds {LATER_SAMPLED})",
+        help=f"share of answers drawn at temperature 1 (default: 0; of later rounds {AnswerPlan.later_sampled})",
     )
     add("--answer-rows", type=int, default=32, help="answers written at a time (default: %(default)s)")
     add("--bulk", action="store_true", help="answers in batches of --answer-rows, quicker for hundreds of them")
@@ -139,18 +138,17 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         value = vars(args)[name]
         if value is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')} is {value}: use a finite number above 0")
-    sampled = (LATER_SAMPLED if bulk else 0.0) if args.sampled is None else args.sampled
-    for name, share in {"distill": args.distill, "sampled": sampled}.items():
-        if not 0 <= share <= 1:
+    for name in ("distill", "sampled"):
+        share = vars(args)[name]
+        if share is not None and not 0 <= share <= 1:
             raise InputError(f"--{name} is {share}: use a share in 0..1")
-    if bulk and args.sampled is not None and args.rounds == 1:
-        raise InputError(f"--sampled is {sampled}: in bulk it is a share of later rounds, give --rounds 2 or more")
+    plan = AnswerPlan(args.answer_rows, args.max_new_tokens, args.max_prompt_tokens, args.seed, args.limit)
+    if args.sampled is not None:
+        plan = replace(plan, sampled=args.sampled, later_sampled=args.sampled)
     checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
         drafter=drafter,
-        answers=AnswerPlan(
-            args.answer_rows, args.max_new_tokens, args.max_prompt_tokens, args.seed, args.limit, sampled
-        ),
+        answers=plan,
         batches=BatchPlan(args.rows, args.anchors, seed=args.seed),
         training=TrainPlan(
             steps=args.steps,

@@ -38,8 +38,7 @@ def make_answers(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, fo
 
 
 def _write_bulk(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> None:
-    """Round 0 answers every prompt greedily, invented ones too; later rounds vary the openings until there are enough
-    tokens."""
+    """Round 0 answers every prompt, invented ones too; later rounds vary the openings until there are enough tokens."""
     path, own, params = folder / "answers.jsonl", recipe.answers, pair.params["target"]
     stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
     plan = BulkPlan(own.rows, own.max_prompt_tokens, own.max_new_tokens)
@@ -96,13 +95,13 @@ def _invented(
 
 
 def round_of_openings(ids: dict[int, tuple[int, ...]], number: int, plan: AnswerPlan) -> list[Opening]:
-    """One opening for each prompt: greedy in round 0, varied later."""
+    """One opening for each prompt: greedy in round 0, varied later; a share is drawn to the end."""
     rng = random.Random(f"{plan.seed} {number}")
 
     def sampled() -> int:
         if number == 0:
-            return 0
-        return plan.max_new_tokens if rng.random() < plan.sampled else rng.randint(*SAMPLED_OPENING)
+            return plan.max_new_tokens if rng.random() < plan.sampled else 0
+        return plan.max_new_tokens if rng.random() < plan.later_sampled else rng.randint(*SAMPLED_OPENING)
 
     return [Opening(index, prompt, sampled()) for index, prompt in ids.items()]
 
