@@ -113,7 +113,7 @@ def test_answers_end_when_there_are_enough_tokens(tmp_path: Path):
 
 
 def test_a_share_of_each_round_is_drawn_to_its_end():
-    ids, plan = {i: (1, 2) for i in range(1000)}, AnswerPlan(max_new_tokens=100, sampled=0.25, later_sampled=0.75)
+    ids, plan = dict.fromkeys(range(1000), (1, 2)), AnswerPlan(max_new_tokens=100, sampled=0.25, later_sampled=0.75)
     first, later = ([o.num_sampled for o in round_of_openings(ids, number, plan)] for number in (0, 1))
     assert set(first) == {0, 100} and abs(first.count(100) - 250) < 60
     assert abs(later.count(100) - 750) < 60 and max(n for n in later if n < 100) <= 64 and 0 not in later
