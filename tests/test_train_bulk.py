@@ -119,6 +119,14 @@ def test_a_share_of_each_round_is_drawn_to_its_end():
     assert abs(later.count(100) - 750) < 60 and max(n for n in later if n < 100) <= 64 and 0 not in later
 
 
+def test_answers_to_other_prompts_are_not_gone_on_from(tmp_path: Path):
+    pair, folder = golden_pair("trained-bytes"), tmp_path / "run"
+    make_answers(pair, GROUPS, recipe_for(folder, invented=0, answer_tokens=1.0), folder)
+    (folder / "answers.done").unlink()
+    with pytest.raises(InputError, match="belongs to another prompt; use a new folder"):
+        make_answers(pair, [["other ", "prompts "]], recipe_for(folder, invented=0), folder)
+
+
 def test_prompts_are_invented_by_targets_that_know_chats(tmp_path: Path):
     with pytest.raises(InputError, match="--invent needs a target with a chat template"):
         make_answers(golden_pair("trained-bytes"), GROUPS, recipe_for(tmp_path / "run"), tmp_path / "run")

@@ -39,25 +39,35 @@ def make_answers(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, fo
 
 def _write_bulk(pair: Pair, groups: Sequence[Sequence[str]], recipe: Recipe, folder: Path) -> None:
     """Round 0 answers every prompt, invented ones too; later rounds vary the openings until there are enough tokens."""
-    path, own, params = folder / "answers.jsonl", recipe.answers, pair.params["target"]
+    path, own = folder / "answers.jsonl", recipe.answers
     stop_ids = eos_ids(pair.tokenizer, pair.target.config.eos_token_ids)
     plan = BulkPlan(own.rows, own.max_prompt_tokens, own.max_new_tokens)
     ids = encode_prompts(pair, [*chain(*groups), *_invented(pair, groups, recipe, plan, stop_ids, folder)], own)
-    mend(path)
-    held = read_answers(path)
+    done, tokens = _taken_up(path, ids, plan.rows)
     per_round = -(-len(ids) // plan.rows)
-    done, whole = whole_batches(len(held), len(ids), plan.rows)
-    if whole < len(held):
-        write_atomically(path, "".join(answer.line for answer in held[:whole]).encode())
-    tokens = sum(len(answer.token_ids) for answer in held[:whole])
-    for number in range(done // per_round, recipe.rounds):
-        openings = round_of_openings(ids, number, own)
-        seed, skip = own.seed + 1 + number, max(0, done - number * per_round)
-        for answers in bulk_answers(pair.target, params, openings, plan, stop_ids, seed, skip):
-            if tokens > recipe.answer_tokens:
-                return
+    for number in range(recipe.rounds):
+        openings, skip = round_of_openings(ids, number, own), min(max(0, done - number * per_round), per_round)
+        seed = own.seed + 1 + number
+        batches = bulk_answers(pair.target, pair.params["target"], openings, plan, stop_ids, seed, skip)
+        while tokens <= recipe.answer_tokens and (answers := next(batches, None)) is not None:
             append_answers(path, answers)
             tokens += sum(len(answer.token_ids) for answer in answers)
+
+
+def _taken_up(path: Path, ids: dict[int, tuple[int, ...]], rows: int) -> tuple[int, int]:
+    """How many whole batches the file holds, and their tokens; the rest of it is cut off. Raises InputError when it was
+    made from other prompts."""
+    mend(path)
+    held = read_answers(path)
+    for answer in held:
+        if ids.get(answer.index) != answer.prompt_ids:
+            raise InputError(f"{path}: answer {answer.index} belongs to another prompt; use a new folder")
+    if not held:
+        return 0, 0
+    done, whole = whole_batches(len(held), len(ids), rows)
+    if whole < len(held):
+        write_atomically(path, "".join(answer.line for answer in held[:whole]).encode())
+    return done, sum(len(answer.token_ids) for answer in held[:whole])
 
 
 def whole_batches(answers: int, of_a_round: int, rows: int) -> tuple[int, int]:
