@@ -130,9 +130,12 @@ def test_drafters_that_cannot_be_trained_on(tmp_path: Path, capsys: pytest.Captu
     target = draft.parent / "target" if "causal" in message else BYTES_PAIR / "target"
     command = run_in(tmp_path / "run", [Answer(0, (1, 2), (3, 4, 5, 6, 7))] * 2, ["--start-from", str(draft)])
     command[command.index("--target") + 1] = str(target)
+    answers = tmp_path / "run" / "answers.jsonl"
+    answers.unlink()
     assert cli.main(command) == 2
     printed = capsys.readouterr().err
     assert message in printed.splitlines()[-1] and "Traceback" not in printed
+    assert not answers.exists()  # found before any is written
 
 
 @pytest.mark.parametrize("shape", [SMALL, HEAD], ids=["dflash", "eagle3"])

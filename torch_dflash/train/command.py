@@ -111,7 +111,8 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
                 checked_integer(value, option, least, why=why)
     taps = tuple(args.tap_layers)
     if taps and args.start_from is not None:
-        raise InputError("--tap-layers: the taps are those of --start-from, leave it out")
+        shown = " ".join(str(tap) for tap in taps)
+        raise InputError(f"--tap-layers is {shown}: the taps are those of --start-from, leave it out")
     if args.method == "eagle3":
         return replace(Eagle3Plan(taps=taps), **_given(draft_vocab_size=args.draft_vocab_size))
     shape = {"num_layers": args.layers, "block_size": args.block_size, "num_taps": args.taps}

@@ -1,6 +1,7 @@
 """What a run begins with: a warm-started drafter of either kind, its loss, the trainer and the first state."""
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -55,13 +56,18 @@ def make_trainer(
 
 
 def trained_already(name: str, target: TargetConfig) -> tuple[DrafterConfig, Drafter]:
-    """A drafter to go on from, float32: a folder, a hub id or a shipped name. Raises InputError for one that does not
-    fit the target, or that the loss cannot train."""
+    """A drafter to go on from, float32. Raises InputError as `start_folder` does."""
+    return load_drafter(start_folder(name, target), torch.float32)
+
+
+def start_folder(name: str, target: TargetConfig) -> Path:
+    """Of a drafter to go on from: a folder, a hub id or a shipped name. Raises InputError for one that does not fit the
+    target, or that the loss cannot train; no weight is read."""
     folder = resolve_draft(name)
     config = read_drafter_config(folder)
     check_pair(target.shape, config)
     check_trainable(config)
-    return load_drafter(folder, torch.float32)
+    return folder
 
 
 def trainer_of(
