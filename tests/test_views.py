@@ -14,7 +14,7 @@ import torch
 from helpers import Loaded, golden, load, prompt_of, write_drafter, write_target
 from torch import Tensor
 
-from bridge.views import linear, lower, product, take_params, take_rows, to_jax
+from bridge.views import linear, lower, take_params, take_rows, to_jax
 from torch_dflash.pair import load_drafter, load_target
 
 TOLERANCE = 2e-5
@@ -175,30 +175,6 @@ def test_rows_and_products_equal_the_obvious() -> None:
         expected = x.astype(np.float32) @ weight.astype(np.float32).T + 1
         assert out.shape == (rows, 4)
         np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2e-2, atol=2e-2)
-
-
-def test_gradients_of_a_product_are_products_of_its_dtype() -> None:
-    """And equal what JAX derives from the plain product, in both dtypes; one row and several, more axes than two."""
-    random = np.random.default_rng(2)
-
-    def plain(x: Any, weight: Any, scale: Any) -> Any:
-        return ((x @ weight.T).astype(jnp.float32) * scale).sum()
-
-    def ours(x: Any, weight: Any, scale: Any) -> Any:
-        return (linear(x, weight) * scale).sum() + 0 * product(x, weight).sum()
-
-    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
-        for shape in ((1, 3), (5, 3), (2, 5, 3)):
-            x, weight = (jnp.asarray(random.normal(size=size), dtype) for size in (shape, (4, 3)))
-            scale = jnp.asarray(random.normal(size=(*shape[:-1], 4)), jnp.float32)
-            got, wanted = (jax.jit(jax.grad(f, (0, 1)))(x, weight, scale) for f in (ours, plain))
-            for one, two in zip(got, wanted, strict=True):
-                assert one.dtype == dtype
-                np.testing.assert_allclose(*(np.asarray(v, np.float32) for v in (one, two)), tolerance, tolerance)
-        text = jax.jit(jax.grad(ours, (0, 1))).lower(x, weight, scale).as_text()
-        dots = [line for line in text.splitlines() if "dot_general" in line]
-        name = {"float32": "f32", "bfloat16": "bf16"}[dtype.dtype.name]
-        assert dots and all(line.count(f"x{name}>") >= 2 and "xf32>" in line.split("->")[1] for line in dots)
 
 
 def test_torch_is_left_as_it_was() -> None:

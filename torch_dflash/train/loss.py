@@ -12,7 +12,7 @@ from jax import Array
 
 from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
-from bridge.views import Params, product, take_rows
+from bridge.views import Params, take_rows
 from torch_dflash import block
 from torch_dflash.block import DrafterFunctions
 from torch_dflash.config import DrafterConfig
@@ -106,5 +106,5 @@ def block_loss(
     assert frozen.head is not None
     hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
     head = frozen.head if candidates is None else take_rows(frozen.head, candidates.ids)
-    logits = product(hidden, head.astype(hidden.dtype))
+    logits = jnp.einsum("rabe,ce->rabc", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     return guess_loss(objective, logits, batch, candidates, teacher)
