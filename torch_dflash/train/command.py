@@ -125,28 +125,11 @@ def _given(**values: int | None) -> dict[str, Any]:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """The arguments as a recipe. Raises InputError for those that are out of range or do not fit together."""
-    for name in COUNTS:
-        checked_integer(vars(args)[name], f"--{name.replace('_', '-')}", 1)
+    _check_ranges(args)
     drafter = _drafter_plan(args)
-    if args.limit is not None:
-        checked_integer(args.limit, "--limit", 1)
-    bulk = args.bulk or args.accelerator
-    if not bulk and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
-        raise InputError("--invent, --rounds and --answer-tokens need --bulk or --accelerator")
-    if args.loss_weights == "dynamic" and args.gamma is not None:
-        raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
-    for name in ("learning_rate", "gamma", "train_seconds"):
-        value = vars(args)[name]
-        if value is not None and not 0 < value < float("inf"):
-            raise InputError(f"--{name.replace('_', '-')} is {value}: use a finite number above 0")
-    for name in ("distill", "sampled"):
-        share = vars(args)[name]
-        if share is not None and not 0 <= share <= 1:
-            raise InputError(f"--{name} is {share}: use a share in 0..1")
     plan = AnswerPlan(args.answer_rows, args.max_new_tokens, args.max_prompt_tokens, args.seed, args.limit)
     if args.sampled is not None:
         plan = replace(plan, sampled=args.sampled, later_sampled=args.sampled)
-    checked_integer(args.seed, "--seed", 0, 2**31 - 1)
     return Recipe(
         drafter=drafter,
         answers=plan,
@@ -167,12 +150,33 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
         held_out=_held_out(args),
         mesh=args.mesh,
         invented=args.invent,
-        bulk=bulk,
+        bulk=args.bulk or args.accelerator,
         accelerator=args.accelerator,
         rounds=args.rounds,
         answer_tokens=args.answer_tokens,
         train_seconds=args.train_seconds,
     )
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
+    """Raises InputError for numbers out of range and for options that need each other."""
+    for name in COUNTS:
+        checked_integer(vars(args)[name], f"--{name.replace('_', '-')}", 1)
+    if args.limit is not None:
+        checked_integer(args.limit, "--limit", 1)
+    if not (args.bulk or args.accelerator) and (args.invent or args.rounds > 1 or args.answer_tokens < float("inf")):
+        raise InputError("--invent, --rounds and --answer-tokens need --bulk or --accelerator")
+    if args.loss_weights == "dynamic" and args.gamma is not None:
+        raise InputError(f"--gamma is {args.gamma}: dynamic loss weights do not decay, leave it out")
+    for name in ("learning_rate", "gamma", "train_seconds"):
+        value = vars(args)[name]
+        if value is not None and not 0 < value < float("inf"):
+            raise InputError(f"--{name.replace('_', '-')} is {value}: use a finite number above 0")
+    for name in ("distill", "sampled"):
+        share = vars(args)[name]
+        if share is not None and not 0 <= share <= 1:
+            raise InputError(f"--{name} is {share}: use a share in 0..1")
+    checked_integer(args.seed, "--seed", 0, 2**31 - 1)
 
 
 def _held_out(args: argparse.Namespace) -> HeldOutPlan:
