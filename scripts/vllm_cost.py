@@ -26,9 +26,8 @@ from jax import Array
 from bridge.jnp_attention import Keys, attend_to
 from bridge.positions import pages_for
 from bridge.vllm_pages import NARROW_HEAD, RUN
-from torch_dflash.block import draft_block
+from torch_dflash.block import LIKELIEST, draft_block
 from torch_dflash.pair import DTYPES, Pair, load_pair
-from torch_dflash.sampling import greedy
 from torch_dflash.vllm.step import Context, Served, propose
 
 PAGE_SIZE, NEW = 16, 4
@@ -82,7 +81,7 @@ def stateless(pair: Pair, context: int, dtype: Any) -> tuple[Any, Callable[[Any]
             return attend_to(q, of_context, of_block), None
 
         return draft_block(
-            served.drafter, params, served.target, target, anchor, start, served.num_drafts, attend, greedy
+            served.drafter, params, served.target, target, anchor, start, served.num_drafts, attend, LIKELIEST
         )
 
     features = jnp.ones((1, context, len(config.target_layer_ids) * config.block.hidden_size), dtype)

@@ -113,7 +113,8 @@ def test_draft_layers_and_logits(case: Case) -> None:
     for key, tokens in case.steps():
         layers.clear()
         _, features = reference.target_pass(case.target, tokens[:-1], case.config.target_layer_ids)
-        logits = reference.draft_logits(case.target, case.drafter, case.config, features, tokens[-1])
+        hidden = reference.draft_hidden(case.target, case.drafter, case.config, features, tokens[-1])
+        logits = reference.draft_logits(case.target, case.drafter, case.config, hidden)
         for i, hidden in enumerate(layers):
             close(hidden, case.tensors[f"{key}.draft_layer{i}"])
         close(case.drafter.norm(layers[-1]), case.tensors[f"{key}.draft_hidden"])

@@ -16,7 +16,7 @@ from jax import Array
 from bridge.platform import CPU, with_mesh
 from bridge.views import lower, take_params
 from torch_dflash.models.target import Target
-from torch_dflash.reference import best_ids, draft_logits, matching_prefix, target_pass
+from torch_dflash.reference import draft_ids, matching_prefix, target_pass
 from torch_dflash.vllm.pair import Setup
 from torch_dflash.vllm.proposer import LAYER, make_proposer
 
@@ -199,5 +199,4 @@ class Runner:
         """The drafts of a drafter that recomputes its whole context."""
         pair, context = self.loaded, request.computed
         _, features = target_pass(pair.target, request.ids[:context], pair.config.target_layer_ids)
-        logits = draft_logits(pair.target, pair.drafter, pair.config, features, request.ids[context])
-        return best_ids(pair.drafter, logits).tolist()
+        return draft_ids(pair.target, pair.drafter, pair.config, features, request.ids[context])

@@ -2,24 +2,35 @@
 
 It is the same wherever a drafter runs; attention, and where its context lies, are the caller's.
 
-Letters: R rows, T tokens, B block_size, K number of drafts used (<= B-1), E drafter hidden size, V vocabulary.
+Letters: R rows, T tokens, B block_size, K number of drafts used (<= B-1), E drafter hidden size, V vocabulary, C
+candidates of a position.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from bridge.positions import block_positions
 from bridge.views import Params, lower
-from torch_dflash.config import DrafterConfig
+from torch_dflash.config import DrafterConfig, Scales
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.layers import Attend
-from torch_dflash.sampling import greedy
+from torch_dflash.sampling import Several, greedy, greedy_several
 
-Guess = Callable[[Array], Array]  # logits [R,K,V] behind the positions committed_len.. -> ids int32[R,K]
+
+@dataclass(frozen=True)
+class Guess:
+    """How drafts are taken from logits [R,K,V] behind the positions committed_len.."""
+
+    one: Callable[[Array], Array]  # -> ids int32[R,K]
+    several: Callable[[Array, int], Several]  # with C -> the candidates among which a selector chooses
+
+
+LIKELIEST = Guess(greedy, greedy_several)
 
 
 class Ends(Protocol):
@@ -39,7 +50,7 @@ class DrafterFunctions:
     """The drafter's methods as pure JAX functions f(params, ...).
 
     `embed` and `head` (logits and target_ids of a head of its own) are None where the target's serve. `project` and
-    `context_key_value` are the two halves of `absorb`.
+    `context_key_value` are the two halves of `absorb`. `edges` is DFlash 2's, None in v1.
     """
 
     config: DrafterConfig
@@ -49,6 +60,7 @@ class DrafterFunctions:
     context_key_value: Callable[..., tuple[Array, Array]]
     embed: Callable[..., Array] | None = None
     head: tuple[Callable[..., Array], Callable[..., Array]] | None = None
+    edges: Callable[..., Array] | None = None
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
@@ -56,7 +68,8 @@ def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
     embed = None if module.embed_tokens is None else lower(module, "embed")
     head = None if module.lm_head is None else (lower(module, "logits"), lower(module, "target_ids"))
     absorb, project, context = (lower(module, name) for name in ("absorb", "project", "context_key_value"))
-    return DrafterFunctions(config, absorb, lower(module), project, context, embed, head)
+    edges = None if module.candidate_selector is None else lower(module, "edges")
+    return DrafterFunctions(config, absorb, lower(module), project, context, embed, head, edges)
 
 
 def draft_block(
@@ -77,10 +90,43 @@ def draft_block(
     config = drafter.config
     noise_ids = jnp.pad(anchor[:, None], ((0, 0), (0, config.block_size - 1)), constant_values=config.mask_token_id)
     noise = target.embed(target_params, noise_ids) if drafter.embed is None else drafter.embed(params, noise_ids)
+    noise = noise * config.scales.input_embedding
     hidden = drafter.forward(params, noise, block_positions(start, config.block_size), attend, None)
     hidden = hidden[:, 1 : num_drafts + 1]
-    if drafter.head is None:
-        return guess(target.logits(target_params, hidden))
-    # A drafter's own head is never replaced; it knows fewer ids than the noise of `guess` has: its likeliest.
-    logits, target_ids = drafter.head
-    return target_ids(params, greedy(logits(params, hidden)))
+    if drafter.head is not None:
+        # A drafter's own head is never replaced; it knows fewer ids than the noise of `guess` has: its likeliest.
+        logits, target_ids = drafter.head
+        return target_ids(params, greedy(logits(params, hidden)))
+    scaled = scale_logits(config.scales, target.logits(target_params, hidden))
+    if drafter.edges is None or config.selector is None:
+        return guess.one(scaled)
+    several = guess.several(scaled, config.selector.top_k)
+    return select(several, drafter.edges(params, hidden, tokens_before(anchor, several.ids), several.ids))
+
+
+def scale_logits(scales: Scales, logits: Array) -> Array:
+    """[..., V], multiplied and softly bounded."""
+    logits = logits * scales.output
+    return logits if scales.softcapping is None else jnp.tanh(logits / scales.softcapping) * scales.softcapping
+
+
+def tokens_before(anchor: Array, candidates: Array) -> Array:
+    """int32[R,K,C]: what may stand before each position: the anchor int32[R], else the candidates of the one before."""
+    anchors = jnp.broadcast_to(anchor[:, None, None], (len(anchor), 1, candidates.shape[2]))
+    return jnp.concatenate([anchors, candidates[:, :-1]], axis=1)
+
+
+@jax.named_scope("select")
+def select(several: Several, edges: Array) -> Array:
+    """int32[R,K]: from left to right, at each position the candidate with the largest sum of its score and its edge
+    from the one chosen before it. edges [R,K,C,C], [r,k,a,b] from a to b; at the first position all a are alike."""
+    edges = edges * several.scale[:, None, None, None]
+
+    def take(at: Array, position: tuple[Array, Array]) -> tuple[Array, Array]:
+        scores, edges = position
+        at = greedy(scores + jnp.take_along_axis(edges, at[:, None, None], axis=1)[:, 0])
+        return at, at
+
+    by_position = jnp.moveaxis(several.scores, 1, 0), jnp.moveaxis(edges, 1, 0)
+    _, path = lax.scan(take, jnp.zeros(len(edges), jnp.int32), by_position)
+    return jnp.take_along_axis(several.ids, path.T[:, :, None], axis=2)[:, :, 0]

@@ -93,6 +93,34 @@ class DraftLayer:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """DFlash 2's convolutions around attention and MLP: `kernel_size` positions of the block, this one included;
+    `group_size` channels share the part of a kernel that depends on the input."""
+
+    kernel_size: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash 2's choice among the `top_k` likeliest tokens of each position, in view of the token chosen before.
+    `rank`: width of its codebooks."""
+
+    rank: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of noise embeddings, and of logits: multiplied, then bounded to -softcapping..softcapping by tanh (None: not).
+    DFlash 2's, neutral in v1."""
+
+    input_embedding: float = 1.0
+    output: float = 1.0
+    softcapping: float | None = None
+
+
+@dataclass(frozen=True)
 class Layout:
     """How the checkpoints of one project name their tensors, where that differs from z-lab's names.
 
@@ -122,10 +150,11 @@ class Eagle3Config:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash v1 drafter. `layers` has one entry per layer; `target_layer_ids` are taps, in feature order.
+    """A DFlash drafter. `layers` has one entry per layer; `target_layer_ids` are taps, in feature order.
 
     num_target_layers, vocab_size: of the target; None where the layout does not say.
     draft_vocab_size: rows of the drafter's own head; None where the target's head serves.
+    convolution, selector: None in DFlash v1; DFlash 2 has both.
     """
 
     block: BlockConfig
@@ -139,3 +168,6 @@ class DrafterConfig:
     context_limit: int
     draft_vocab_size: int | None = None
     layout: Layout = ZLAB
+    convolution: Convolution | None = None
+    selector: Selector | None = None
+    scales: Scales = Scales()

@@ -1,9 +1,10 @@
-"""The DFlash v1 part of a drafter's config, in z-lab's terms: taps, block, causality, windows, and its descendants."""
+"""A drafter's config in z-lab's terms: taps, block, causality, windows, and which descendants are refused."""
 
-from torch_dflash.config import ZLAB, DrafterConfig, DraftLayer, Layout
-from torch_dflash.config_block import read_block, refuse_unsupported
+from torch_dflash.config import ZLAB, DrafterConfig, DraftLayer, Layout, Scales
+from torch_dflash.config_block import architecture, read_block, refuse_unsupported
+from torch_dflash.config_dflash2 import DFLASH_2_FIELDS, read_convolution, read_scales, read_selector
 from torch_dflash.config_fields import LARGEST_SIZE, MOST_LAYERS, Fields, string_list
-from torch_dflash.config_layouts import SPECULATORS, either
+from torch_dflash.config_layouts import DFLASH_2, SPECULATORS, either
 from torch_dflash.config_rope import read_rope
 
 _LARGEST_BLOCK = 1024  # trained blocks have 8 to 16 tokens
@@ -26,24 +27,27 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "gru_hidden_dim": (0,),
     "emb_dim": (0,),
 }
-_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+_ONLY_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 def read_draft(fields: Fields, layout: Layout) -> DrafterConfig:
     """All of a drafter's config, from fields in z-lab's terms. Raises InputError."""
     refuse_unsupported(fields, "qwen3")
-    _refuse_descendants(fields)
+    second = architecture(fields) == DFLASH_2
+    _refuse_descendants(fields, DFLASH_2_FIELDS if second else set())
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
     depth = _if_said(either(fields, "num_target_layers"), "num_target_layers", MOST_LAYERS, layout)
     vocab_size = _if_said(fields, "vocab_size", LARGEST_SIZE, layout)
     mask = either(fields, "mask_token_id")
     if vocab_size is not None and mask.integer("mask_token_id", low=0) >= vocab_size:
         mask.refuse("mask_token_id", f"it must be below vocab_size, which is {vocab_size}")
+    block = read_block(fields, "qwen3")
+    block_size = either(fields, "block_size").integer("block_size", low=2, high=_LARGEST_BLOCK)
     return DrafterConfig(
-        block=read_block(fields, "qwen3"),
+        block=block,
         layers=_draft_layers(fields, layers),
         rope=read_rope(fields),
-        block_size=either(fields, "block_size").integer("block_size", low=2, high=_LARGEST_BLOCK),
+        block_size=block_size,
         mask_token_id=mask.integer("mask_token_id", low=0),
         target_layer_ids=_target_layer_ids(fields, depth, layers),
         num_target_layers=depth,
@@ -51,6 +55,9 @@ def read_draft(fields: Fields, layout: Layout) -> DrafterConfig:
         context_limit=fields.integer("max_position_embeddings"),
         draft_vocab_size=fields.integer("draft_vocab_size") if layout == SPECULATORS else None,
         layout=layout,
+        convolution=read_convolution(fields, block_size, block.hidden_size) if second else None,
+        selector=read_selector(fields, fields.integer("vocab_size", high=LARGEST_SIZE)) if second else None,
+        scales=read_scales(fields) if second else Scales(),
     )
 
 
@@ -66,15 +73,16 @@ def _if_said(fields: Fields, name: str, high: int, layout: Layout) -> int | None
     return None if layout != ZLAB and fields.get(name) is None else fields.integer(name, high=high)
 
 
-def _refuse_descendants(fields: Fields) -> None:
-    """DFlash's descendants often keep the v1 architecture name; their extra fields give them away."""
+def _refuse_descendants(fields: Fields, known: set[str]) -> None:
+    """DFlash's descendants often keep the v1 architecture name; their extra fields, but the known ones, give them
+    away."""
     dflash = fields.child("dflash_config")
-    extra = [(dflash, name) for name in sorted(dflash.values.keys() - _DFLASH_KEYS)]
-    extra += [(fields, name) for name in sorted(fields.values.keys() & _NEUTRAL.keys())]
+    extra = [(dflash, name) for name in sorted(dflash.values.keys() - _DFLASH_KEYS - known)]
+    extra += [(fields, name) for name in sorted((fields.values.keys() & _NEUTRAL.keys()) - known)]
     for part, name in extra:
         if part.get(name) is not None and part.get(name) not in _NEUTRAL.get(name, ()):
-            kind = "it belongs to DFlash 2" if name in _DFLASH_2 else "it is not part of DFlash v1"
-            part.refuse(name, f"{kind}, and only DFlash v1 is supported")
+            kind = f"it belongs to {DFLASH_2}, name that" if name in _ONLY_DFLASH_2 else "it is not part of DFlash v1"
+            part.refuse(name, f"{kind}, or use a drafter without it")
 
 
 def _target_layer_ids(fields: Fields, depth: int | None, layers: int) -> tuple[int, ...]:

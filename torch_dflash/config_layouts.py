@@ -1,4 +1,4 @@
-"""Foreign layouts of DFlash v1 drafters, each turned into z-lab's fields, so that config_draft.py checks them all.
+"""Foreign layouts of DFlash drafters, each turned into z-lab's fields, so that config_draft.py checks them all.
 
 config.json says which layout it is. What a layout leaves open is refused, never guessed. Sources: Hugging Face
 transformers 5.24 (Muse), vllm-project/speculators at c05b95b, NVIDIA/Model-Optimizer at a2fbac7.
@@ -17,6 +17,8 @@ MUSE = Layout(
 # verifier_norm and verifier_lm_head make the targets of its training; t2d is d2t's inverse as a mask.
 SPECULATORS = Layout("speculators", unused=("verifier_norm.weight", "verifier_lm_head.weight", "t2d"))
 
+DFLASH_2 = "DFlash2DraftModel"  # z-lab's, as PyPI dflash 0.1.0 reads it
+
 # What speculators writes beside transformer_layer_config in some versions. Said twice, it must be said alike.
 _LAYER_FIELDS = (
     "hidden_size",
@@ -27,7 +29,7 @@ _LAYER_FIELDS = (
     "max_window_layers",
 )
 _NO_DRAFTERS = {  # part of an architecture's name, in lower case -> what it is
-    "dflash2": "a DFlash 2 drafter, which is not supported yet",
+    "dflash2": "a DFlash 2 drafter in another layout than z-lab's",
     "dspark": "a DSpark drafter, which adds a head that DFlash v1 does not have",
     "domino": "a Domino drafter, which adds a head that DFlash v1 does not have",
     "eagle": "an EAGLE head, which drafts one token at a time",
@@ -41,13 +43,18 @@ def zlab_fields(fields: Fields) -> tuple[Fields, Layout]:
     if fields.get("speculators_model_type") is not None:
         return _speculators(fields), SPECULATORS
     name = architecture(fields)
+    if name == DFLASH_2:
+        if fields.child("dflash_config").flag("use_swa", False):
+            fields.child("dflash_config").refuse("use_swa", f"it is Model-Optimizer's, which has no {DFLASH_2}")
+        return fields, ZLAB
     if name not in ("MuseGlimmerAssistantModel", "DFlashDraftModel"):
         fields.refuse("architectures", _no_drafter(name))
     return (_model_optimizer(fields), ZLAB) if name == "DFlashDraftModel" else (_muse(fields), MUSE)
 
 
 def _no_drafter(name: str) -> str:
-    wanted = "the drafter must be a DFlash v1 drafter (DFlashDraftModel, MuseGlimmerAssistantModel or speculators)"
+    names = f"DFlashDraftModel, {DFLASH_2}, MuseGlimmerAssistantModel or speculators"
+    wanted = f"the drafter must be a DFlash drafter ({names})"
     kinds = [kind for part, kind in _NO_DRAFTERS.items() if part in name.lower()]
     return f"this is {kinds[0]}; {wanted}" if kinds else wanted
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from bridge.platform import Platform
 from torch_dflash.accept import accept
+from torch_dflash.block import Guess
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import Choose, RowOptions
 from torch_dflash.state import Capacity, Chunk, DecodeState, Round, Until, empty_pool, place, put_rows, take_rows
@@ -101,8 +102,7 @@ def step(
     """One round for every active row. tables int32[R,M]."""
     num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
     state = replace(state, draft=proposer.absorb(params, state, tables))
-    guess = functools.partial(guess_ids, choose, state, options)
-    draft_ids, draft = proposer.draft(params, state, tables, guess)
+    draft_ids, draft = proposer.draft(params, state, tables, as_target(choose, state, options))
     state = replace(state, draft=draft)
     state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, choose, options)
     num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
@@ -110,13 +110,18 @@ def step(
     return commit(proposer, state, done, bonus, said.features, options.stop_ids), done
 
 
-def guess_ids(choose: Choose, state: DecodeState, options: RowOptions, logits: Array) -> Array:
-    """A drafter's logits [R,K,V] behind the positions committed_len.. -> int32[R,K], chosen as the target's tokens will
-    be and with the same noise; of the tokens that penalties count, those up to the anchor are known."""
+def as_target(choose: Choose, state: DecodeState, options: RowOptions) -> Guess:
+    """Drafts chosen as the target's tokens will be and with the same noise; of the tokens that penalties count, those
+    up to the anchor are known."""
     unknown = jnp.arange(state.history.shape[1]) > state.committed_len[:, None]
-    ids = jnp.where(unknown, logits.shape[-1], state.history)
     unasked = replace(options, logprobs=jnp.zeros_like(options.logprobs))
-    return choose(logits, ids, state.committed_len, unasked)[0]
+
+    def known(logits: Array) -> tuple[Array, Array, Array, RowOptions]:
+        return logits, jnp.where(unknown, logits.shape[-1], state.history), state.committed_len, unasked
+
+    return Guess(
+        lambda logits: choose(*known(logits))[0], lambda logits, count: choose.several(*known(logits), count)
+    )
 
 
 def block_length(state: DecodeState, width: int, context_limit: int) -> Array:

@@ -3,8 +3,8 @@
 No cache and no JAX: every round recomputes the target over the whole sequence and the drafter over the whole
 context, so lengths, slots and what an earlier round left behind cannot go wrong here.
 
-Letters: T tokens, N keys, H query heads, K key/value heads, d head_dim, F tapped layers, D target hidden size, V
-vocabulary.
+Letters: T tokens, N keys or places, H query heads, K key/value heads, d head_dim, F tapped layers, B block_size, D
+target hidden size, E drafter hidden size, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -45,14 +45,13 @@ def dflash(
     while len(new) < max_new_tokens:
         ids = [*prompt_ids, *new]  # the last one is the anchor
         _, features = target_pass(target, ids[:-1], config.target_layer_ids)
-        logits = draft_logits(target, drafter, config, features, ids[-1])[:drafts]
-        draft_ids = best_ids(drafter, logits).tolist()
-        fitting = draft_ids if context_limit is None else draft_ids[: context_limit - len(ids)]
+        proposed = draft_ids(target, drafter, config, features, ids[-1])[:drafts]
+        fitting = proposed if context_limit is None else proposed[: context_limit - len(ids)]
         logits, _ = target_pass(target, ids + fitting)
         target_ids = _argmax(logits[len(ids) - 1 :])
         accepted = matching_prefix(fitting, target_ids)
         emitted = target_ids[: accepted + 1][: max_new_tokens - len(new)]
-        trace.append(TraceEntry(len(ids) - 1, draft_ids, accepted, emitted))
+        trace.append(TraceEntry(len(ids) - 1, proposed, accepted, emitted))
         new += emitted
     return new, trace
 
@@ -78,10 +77,18 @@ def target_pass(target: Target, ids: Sequence[int], taps: tuple[int, ...] = ()) 
     return target.logits(hidden)[0], features[0]
 
 
+def draft_ids(target: Target, drafter: Drafter, config: DrafterConfig, features: Tensor, anchor: int) -> list[int]:
+    """The B-1 drafts behind `anchor`, which stands right after the positions of features [T,F*D]."""
+    ids = torch.tensor([anchor])
+    hidden = draft_hidden(target, drafter, config, features, anchor)
+    for place, logits in zip(hidden, draft_logits(target, drafter, config, hidden), strict=True):
+        ids = torch.cat([ids, best_ids(drafter, config, place[None], logits[None], ids[-1:])])
+    return ids[1:].tolist()
+
+
 @torch.inference_mode()
-def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, features: Tensor, anchor: int) -> Tensor:
-    """Logits [B-1,V] behind `anchor`, which stands right after the positions of features [T,F*D]. With a head of its
-    own, V are the rows of that."""
+def draft_hidden(target: Target, drafter: Drafter, config: DrafterConfig, features: Tensor, anchor: int) -> Tensor:
+    """Normed hidden states [B-1,E] of the places behind `anchor`, see `draft_ids`."""
     positions = torch.arange(len(features) + config.block_size, dtype=torch.int32)
     at_context, at_block = positions[: len(features)], positions[len(features) :]
     keys, values = drafter.absorb(features[None], at_context[None])
@@ -91,16 +98,28 @@ def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, featur
         return attention(q, torch.cat([keys[layer], k], 1), torch.cat([values[layer], v], 1), visible), cache
 
     noise_ids = [anchor, *[config.mask_token_id] * (config.block_size - 1)]
-    embeds, head = target if drafter.embed_tokens is None else drafter, target if drafter.lm_head is None else drafter
-    noise = embeds.embed(torch.tensor([noise_ids], dtype=torch.int32))
-    hidden = drafter(noise, at_block[None], attend, None)
-    return head.logits(hidden[0, 1:])
+    embeds = target if drafter.embed_tokens is None else drafter
+    noise = embeds.embed(torch.tensor([noise_ids], dtype=torch.int32)) * config.scales.input_embedding
+    return drafter(noise, at_block[None], attend, None)[0, 1:]
 
 
-def best_ids(drafter: Drafter, logits: Tensor) -> Tensor:
-    """The target's ids of the largest draft logits [...,V]."""
-    best = logits.argmax(-1)
-    return best if drafter.lm_head is None else drafter.target_ids(best)
+@torch.inference_mode()
+def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, hidden: Tensor) -> Tensor:
+    """Logits [...,V] of normed hidden states [...,E]. With a head of its own, V are the rows of that."""
+    logits = (target if drafter.lm_head is None else drafter).logits(hidden) * config.scales.output
+    bound = config.scales.softcapping
+    return logits if bound is None else bound * torch.tanh(logits / bound)
+
+
+@torch.inference_mode()
+def best_ids(drafter: Drafter, config: DrafterConfig, hidden: Tensor, logits: Tensor, before: Tensor) -> Tensor:
+    """The drafts [N] of places with hidden states [N,E] and logits [N,V], behind the tokens `before` [N]."""
+    if config.selector is None:
+        best = logits.argmax(-1)
+        return best if drafter.lm_head is None else drafter.target_ids(best)
+    unary, candidates = logits.topk(config.selector.top_k)
+    edges = drafter.edges(hidden[:, None], before[:, None, None], candidates[:, None])[:, 0, 0]
+    return candidates.gather(1, (unary + edges).argmax(-1, keepdim=True))[:, 0]
 
 
 def draft_visible(layer: DraftLayer, query_at: Tensor, key_at: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from jax.extend.random import threefry_2x32
 
 from bridge.positions import block_positions
 
+GROUP = 128  # of `best`: as wide as a vector register of a TPU
 LEAST_TOP_P = 1e-30  # far below the largest probability of any vocabulary
 
 
@@ -55,36 +56,104 @@ def greedy(logits: Array) -> Array:
     return ids.min(axis=-1)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Several:
+    """The C tokens that are nearest to being chosen at each position, in no order."""
+
+    ids: Array  # int32[R,T,C]
+    scores: Array  # f32[R,T,C]  the largest is chosen
+    scale: Array  # f32[R]  what a logit more adds to a score
+
+
+def best(scores: Array, count: int) -> tuple[Array, Array]:
+    """The `count` largest of [..., V] as f32, and their ids int32[..., count], in no order.
+
+    Group by group first: they lie in the `count` groups with the largest maxima. top_k of all V is slow everywhere.
+    """
+    groups = -(-scores.shape[-1] // GROUP)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, groups * GROUP - scores.shape[-1])]
+    grouped = jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], groups, GROUP)
+    _, chosen = lax.top_k(grouped.max(axis=-1), min(count, groups))
+    kept = jnp.take_along_axis(grouped, chosen[..., None], axis=-2)
+    values, places = lax.top_k(kept.reshape(*scores.shape[:-1], -1).astype(jnp.float32), count)
+    ids = jnp.take_along_axis(chosen, places // GROUP, axis=-1) * GROUP + places % GROUP
+    return values, jnp.minimum(ids, scores.shape[-1] - 1)  # where fewer are finite, the padding is among them
+
+
 class Choose(Protocol):
     """How the target's tokens are chosen: `choose`, or `choose_greedily` where no request asks for more."""
 
     def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
         """See `choose`."""
 
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
+        """See `choose`."""
 
-@jax.named_scope("choose")
-def choose_greedily(logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+
+@dataclass(frozen=True)
+class _Greedily:
     """`choose` for rows that are all greedy: the same tokens, and less to compile. Log-probabilities are zeros."""
-    return greedy(logits), jnp.zeros(logits.shape[:2], jnp.float32)
+
+    @jax.named_scope("choose")
+    def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+        return greedy(logits), jnp.zeros(logits.shape[:2], jnp.float32)
+
+    @jax.named_scope("choose")
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
+        return greedy_several(logits, count)
 
 
-@jax.named_scope("choose")
-def choose(logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
-    """The target's token behind each of the positions start.. [R], and its log-probability, both [R,T].
+@dataclass(frozen=True)
+class _Choose:
+    """Rows that ask for nothing special cost an argmax: what others ask for is decided on the device, without a
+    recompilation."""
 
-    logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them. Rows that ask
-    for nothing special cost an argmax: what others ask for is decided on the device, without a recompilation.
-    """
+    @jax.named_scope("choose")
+    def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+        """The target's token behind each of the positions start.. [R], and its log-probability, both [R,T].
 
-    def special() -> Array:
-        adjusted = lax.cond(
-            _adjusts(options).any(), lambda: adjust(logits, ids, start, options), lambda: logits.astype(jnp.float32)
-        )
-        return _draw(adjusted, block_positions(start + 1, logits.shape[1]), options)
+        logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them.
+        """
 
-    token = lax.cond(((options.temperature > 0) | _adjusts(options)).any(), special, lambda: greedy(logits))
-    nothing = jnp.zeros(token.shape, jnp.float32)
-    return token, lax.cond(options.logprobs.any(), lambda: _logprobs(logits, token), lambda: nothing)
+        def special() -> Array:
+            return greedy(_scores(logits, ids, start, options))
+
+        token = lax.cond(_asks(options).any(), special, lambda: greedy(logits))
+        nothing = jnp.zeros(token.shape, jnp.float32)
+        return token, lax.cond(options.logprobs.any(), lambda: _logprobs(logits, token), lambda: nothing)
+
+    @jax.named_scope("choose")
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
+        """The `count` tokens nearest to being chosen: the call's own choice is the one with the largest score."""
+
+        def special() -> tuple[Array, Array]:
+            return best(_scores(logits, ids, start, options), count)
+
+        values, chosen = lax.cond(_asks(options).any(), special, lambda: best(logits, count))
+        return Several(chosen, values, 1 / jnp.where(options.temperature > 0, options.temperature, 1))
+
+
+choose_greedily, choose = _Greedily(), _Choose()
+
+
+def greedy_several(logits: Array, count: int) -> Several:
+    """The `count` likeliest tokens behind logits [R,T,V]."""
+    values, ids = best(logits, count)
+    return Several(ids, values, jnp.ones(logits.shape[0], jnp.float32))
+
+
+def _asks(options: RowOptions) -> Array:
+    """bool[R]: the row asks for more than the likeliest token."""
+    return (options.temperature > 0) | _adjusts(options)
+
+
+def _scores(logits: Array, ids: Array, start: Array, options: RowOptions) -> Array:
+    """f32[R,T,V], whose argmax is the choice. Arguments as those of `choose`."""
+    adjusted = lax.cond(
+        _adjusts(options).any(), lambda: adjust(logits, ids, start, options), lambda: logits.astype(jnp.float32)
+    )
+    return _noisy(adjusted, block_positions(start + 1, logits.shape[1]), options)
 
 
 def _adjusts(options: RowOptions) -> Array:
@@ -120,8 +189,9 @@ def adjust(logits: Array, ids: Array, start: Array, options: RowOptions) -> Arra
     return logits - frequency * answered - presence * (answered > 0)
 
 
-def _draw(logits: Array, position: Array, options: RowOptions) -> Array:
-    """int32[R,T]: a draw at the row's temperature for the tokens at `position` int32[R,T]; greedy where it is 0."""
+def _noisy(logits: Array, position: Array, options: RowOptions) -> Array:
+    """f32[R,T,V], whose argmax is a draw at the row's temperature for the tokens at `position` int32[R,T]; the logits
+    where it is 0."""
     temperature = options.temperature[:, None, None]
     # Relative to the largest, so that a tiny temperature overflows to -inf and never to NaN.
     scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
@@ -129,8 +199,7 @@ def _draw(logits: Array, position: Array, options: RowOptions) -> Array:
     scaled = lax.cond(filters.any(), lambda: keep(scaled, options), lambda: scaled)
     # Apart, or XLA on CPU makes each number twice, inside the reductions.
     noise = lax.optimization_barrier(_gumbel(options.seed, position, logits.shape[-1]))
-    drawn = greedy(scaled + noise)
-    return jnp.where(options.temperature[:, None] > 0, drawn, greedy(logits))
+    return jnp.where(temperature > 0, scaled + noise, logits)
 
 
 def keep(logits: Array, options: RowOptions) -> Array:

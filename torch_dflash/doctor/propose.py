@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from torch_dflash.config import DrafterConfig
 from torch_dflash.doctor.texts import Text
 from torch_dflash.doctor.variants import Variant
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
-from torch_dflash.reference import attention, best_ids, draft_visible
+from torch_dflash.reference import attention, best_ids, draft_logits, draft_visible
 
 MAX_BATCH_KEYS = 1 << 14  # context and block positions of one batch of anchors: bounds its memory
 
@@ -101,9 +102,10 @@ def _block(
 
     noise_ids = ids[anchors][:, None].where(places == 0, config.mask_token_id)
     embeds = target if drafter.embed_tokens is None else drafter
-    hidden = drafter(embeds.embed(noise_ids), block_at, attend, None)
+    hidden = drafter(embeds.embed(noise_ids) * config.scales.input_embedding, block_at, attend, None)
     labels = torch.cat([ids, ids.new_full((config.block_size,), -1)]).unfold(0, config.block_size, 1)[anchors + 1]
-    return _leading_matches(target, drafter, hidden[:, variant.inputs.first_read :], labels[:, :-1])
+    hidden = hidden[:, variant.inputs.first_read :]
+    return _leading_matches(target, drafter, config, hidden, ids[anchors], labels[:, :-1])
 
 
 def _stands(variant: Variant, anchors: Tensor, length: int) -> Tensor:
@@ -115,16 +117,18 @@ def _stands(variant: Variant, anchors: Tensor, length: int) -> Tensor:
     return torch.cat([stands, block], 1)[:, None]
 
 
-def _leading_matches(target: Target, drafter: Drafter, hidden: Tensor, labels: Tensor) -> Tensor:
-    """int64 [A]: leading j for which the head over hidden [A,*,E] gives labels [A,B-1].
+def _leading_matches(
+    target: Target, drafter: Drafter, config: DrafterConfig, hidden: Tensor, anchor_ids: Tensor, labels: Tensor
+) -> Tensor:
+    """int64 [A]: leading j for which hidden [A,*,E] behind anchor_ids [A] gives labels [A,B-1].
 
-    Column by column, and only the rows still alive, since the head costs most.
+    Column by column, and only the rows still alive, since the head costs most. Their drafts so far are the labels.
     """
-    head = target if drafter.lm_head is None else drafter
-    matches, alive = torch.zeros(len(labels), dtype=torch.int64), torch.arange(len(labels))
+    matches, alive, before = torch.zeros(len(labels), dtype=torch.int64), torch.arange(len(labels)), anchor_ids
     for column in range(labels.shape[1]):
-        drafts = best_ids(drafter, head.logits(hidden[alive, column]))
-        alive = alive[drafts == labels[alive, column]]
+        place = hidden[alive, column]
+        drafts = best_ids(drafter, config, place, draft_logits(target, drafter, config, place), before[alive])
+        alive, before = alive[drafts == labels[alive, column]], labels[:, column]
         if not len(alive):
             break
         matches[alive] += 1
