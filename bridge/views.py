@@ -42,10 +42,25 @@ def take_rows(table: Array, ids: Array) -> Array:
     if table.dtype != jnp.bfloat16:
         return table[ids]
 
-    def as_bits(table: Array, ids: Array) -> Array:
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+    return lax.platform_dependent(table, ids, cpu=_rows_as_bits, default=lambda table, ids: table[ids])
 
-    return lax.platform_dependent(table, ids, cpu=as_bits, default=lambda table, ids: table[ids])
+
+@jax.custom_vjp
+def _rows_as_bits(table: Array, ids: Array) -> Array:
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(table, jnp.uint16)[ids], jnp.bfloat16)
+
+
+def _rows_forward(table: Array, ids: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows_as_bits(table, ids), (table, ids)
+
+
+def _rows_backward(kept: tuple[Array, Array], gradient: Array) -> tuple[Array, None]:
+    """Of integers there is none: added up row by row, in f32."""
+    table, ids = kept
+    return jnp.zeros(table.shape, jnp.float32).at[ids].add(gradient).astype(table.dtype), None
+
+
+_rows_as_bits.defvjp(_rows_forward, _rows_backward)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bridge.views import Params, take_params
 from torch_dflash import Pair, cli, generate, load_pair
+from torch_dflash.block import LIKELIEST
 from torch_dflash.decode import make_state
 from torch_dflash.errors import InputError
 from torch_dflash.models.eagle3 import Eagle3
@@ -31,7 +32,6 @@ from torch_dflash.models.target import Target
 from torch_dflash.pair import load_eagle3, load_target
 from torch_dflash.propose_eagle import Eagle3Functions, lower_eagle3
 from torch_dflash.reference_eagle import head_pass
-from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch, BatchPlan, Order, make_data
 from torch_dflash.train.command import add_arguments, recipe_of
@@ -195,7 +195,7 @@ def test_training_sees_the_passes_that_decoding_sees(folder: Path) -> None:
     proposer = replace(pair.proposer("eagle3", 4), head=replace(head, logits=recorded))
     text, anchors = np.random.default_rng(1).integers(0, 12, 24), (5, 11, 17)
     features_at = signal_function(target, head.config.target_layer_ids)
-    prefill, propose = jax.jit(proposer.prefill), jax.jit(partial(proposer.draft, guess=greedy))
+    prefill, propose = jax.jit(proposer.prefill), jax.jit(partial(proposer.draft, guess=LIKELIEST))
     for anchor in anchors:
         ids = jnp.asarray(text[None], jnp.int32)
         features = features_at(params["target"], ids)[0]

@@ -18,11 +18,10 @@ from helpers import Loaded, golden_pair
 from torch import Tensor
 
 from bridge.views import Params, take_params
-from torch_dflash.block import DrafterFunctions
+from torch_dflash.block import LIKELIEST, DrafterFunctions
 from torch_dflash.decode import make_state
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.pair import load_drafter
-from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity
 from torch_dflash.train.batches import Batch
 from torch_dflash.train.features import signal_function
@@ -279,7 +278,7 @@ def test_training_sees_the_blocks_that_decoding_sees():
     trained = target.logits(params["target"], hidden[0, :, 1:]).argmax(axis=-1)
 
     proposer = pair.proposer("dflash", None)
-    prefill, propose = jax.jit(proposer.prefill), jax.jit(partial(proposer.draft, guess=greedy))
+    prefill, propose = jax.jit(proposer.prefill), jax.jit(partial(proposer.draft, guess=LIKELIEST))
     for a, anchor in enumerate(anchors[0].tolist()):
         state = make_state(target, proposer, Capacity.whole(1, 1, 64), pair.dtype)
         tables, start, num_new = jnp.array([[1]], jnp.int32), jnp.array([0], jnp.int32), jnp.array([anchor], jnp.int32)

@@ -17,9 +17,9 @@ from jax import Array, lax
 from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import DrafterConfig, Scales
+from torch_dflash.likeliest import Several, greedy, greedy_several
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.layers import Attend
-from torch_dflash.sampling import Several, greedy, greedy_several
 
 
 @dataclass(frozen=True)

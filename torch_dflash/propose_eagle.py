@@ -17,9 +17,9 @@ from bridge.positions import block_positions
 from bridge.views import lower
 from torch_dflash.block import Guess
 from torch_dflash.config import Eagle3Config
+from torch_dflash.likeliest import greedy
 from torch_dflash.models.eagle3 import Eagle3
 from torch_dflash.propose import AllParams
-from torch_dflash.sampling import greedy
 from torch_dflash.state import Capacity, DecodeState, Eagle3State, empty_pool
 from torch_dflash.verify import TargetFunctions
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from torch_dflash.block import Guess
+from torch_dflash.block import LIKELIEST, Guess
 from torch_dflash.device import Device
 from torch_dflash.options import NOTHING
 from torch_dflash.pair import Pair
 from torch_dflash.propose import AllParams, DFlash, Proposer
-from torch_dflash.sampling import choose_greedily, greedy
+from torch_dflash.sampling import choose_greedily
 from torch_dflash.state import Capacity, DecodeState, DraftState, Until
 
 MORE = 3
@@ -113,7 +113,7 @@ def drafting_program(proposer: DFlash) -> Callable[..., DecodeState]:
 
     def one(params: AllParams, tables: Array, state: DecodeState) -> DecodeState:
         state = replace(state, draft=proposer.absorb(params, state, tables))
-        ids, draft = proposer.draft(params, state, tables, greedy)
+        ids, draft = proposer.draft(params, state, tables, LIKELIEST)
         new = jnp.ones_like(state.committed_len)
         features = jnp.roll(draft.context.features, 1, axis=1)[:, : proposer.num_drafts + 1]
         draft = proposer.commit(draft, features, new)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch_dflash.config import Selector
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
@@ -19,10 +20,12 @@ COUNTS = (
 )
 # Options of one method: what they set is not in the other. None where they are not given.
 ONLY = {
-    "dflash": ("layers", "block_size", "taps", "mask_token_id", "start_from"),
+    "dflash": ("layers", "block_size", "taps", "mask_token_id", "start_from", "selector_rank", "selector_top_k"),
     "eagle3": ("draft_vocab_size", "ttt_length"),
 }
+_SHAPE = ("layers", "block_size", "taps", "mask_token_id")  # --start-from has its own
 TTT_LENGTH = 7  # of EAGLE's public training code
+SELECTOR_TOP_K = 16  # of z-lab's checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +92,10 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     add("--taps", type=int, help=f"dflash: tapped target layers (default: {dflash.num_taps})")
     start = "dflash: drafter to go on from, a folder, hub id or shipped name; its shape stays"
     add("--start-from", metavar="DRAFTER", help=start)
+    rank = "dflash: adds DFlash 2's candidate selector of this rank; to --start-from it is all that is trained"
+    add("--selector-rank", type=int, metavar="N", help=rank)
+    top_k = f"dflash: tokens of a position among which it chooses (default: {SELECTOR_TOP_K})"
+    add("--selector-top-k", type=int, metavar="N", help=top_k)
     add("--tap-layers", type=int, nargs="+", default=(), help="which layers, instead of the method's own choice")
     add("--mask-token-id", type=int, help="dflash: default: the last special token that no text contains")
     rows = f"eagle3: rows of its head, the answers' most frequent tokens (default: {head.draft_vocab_size})"
@@ -104,7 +111,7 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
             option, value = f"--{name.replace('_', '-')}", vars(args)[name]
             if method != args.method and value is not None:
                 raise InputError(f"{option} is {value}: it has no meaning for --method {args.method}, leave it out")
-            if value is not None and name != "start_from" and args.start_from is not None:
+            if value is not None and name in _SHAPE and args.start_from is not None:
                 raise InputError(f"{option} is {value}: the shape is that of --start-from, leave it out")
             if value is not None and name not in ("mask_token_id", "start_from"):
                 least, why = (2, "the anchor and a draft") if name == "block_size" else (1, "")
@@ -117,6 +124,14 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
         return replace(Eagle3Plan(taps=taps), **_given(draft_vocab_size=args.draft_vocab_size))
     shape = {"num_layers": args.layers, "block_size": args.block_size, "num_taps": args.taps}
     return replace(DrafterPlan(taps=taps), **_given(**shape, mask_token_id=args.mask_token_id))
+
+
+def _selector(args: argparse.Namespace) -> Selector | None:
+    if args.selector_rank is not None:
+        return Selector(args.selector_rank, args.selector_top_k or SELECTOR_TOP_K)
+    if args.selector_top_k is not None:
+        raise InputError(f"--selector-top-k is {args.selector_top_k}: it needs --selector-rank, or leave it out")
+    return None
 
 
 def _given(**values: int | None) -> dict[str, Any]:
@@ -141,6 +156,7 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
             gamma=args.gamma,
             distill=args.distill,
             start_from=args.start_from,
+            selector=_selector(args),
             ttt_length=(args.ttt_length or TTT_LENGTH) if args.method == "eagle3" else None,
             negatives=None if args.accelerator else TrainPlan().negatives,
             compute=args.dtype,

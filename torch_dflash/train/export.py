@@ -12,6 +12,7 @@ from safetensors.numpy import save
 from bridge.views import Params
 from torch_dflash.config import BlockConfig, DefaultRope, DrafterConfig, Eagle3Config, Llama3Rope, Rope
 from torch_dflash.config_eagle import ARCHITECTURE
+from torch_dflash.config_layouts import DFLASH_2
 from torch_dflash.train.checkpoint import write_atomically
 from torch_dflash.train.trainer import split_buffers
 
@@ -70,13 +71,14 @@ def _block_fields(block: BlockConfig) -> dict[str, Any]:
 def drafter_fields(config: DrafterConfig) -> dict[str, Any]:
     """The content of a DFlash drafter's config.json."""
     return _block_fields(config.block) | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel" if config.selector is None else DFLASH_2],
         "model_type": "qwen3",
         "attention_dropout": 0.0,
         "block_size": config.block_size,
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            **_dflash2_fields(config),
         },
         "layer_types": ["full_attention"] * len(config.layers),
         "max_position_embeddings": config.context_limit,
@@ -89,6 +91,20 @@ def drafter_fields(config: DrafterConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_sliding_window": False,
         "vocab_size": config.vocab_size,
+    }
+
+
+def _dflash2_fields(config: DrafterConfig) -> dict[str, Any]:
+    if config.selector is None or config.convolution is None:
+        return {}
+    return {
+        "conv_group_size": config.convolution.group_size,
+        "conv_kernel_size": config.convolution.kernel_size,
+        "final_logit_softcapping": config.scales.softcapping,
+        "input_embedding_scale": config.scales.input_embedding,
+        "output_multiplier": config.scales.output,
+        "selector_rank": config.selector.rank,
+        "selector_top_k": config.selector.top_k,
     }
 
 

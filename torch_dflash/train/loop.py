@@ -64,7 +64,7 @@ def run(
                 bar.update(len(pending))
                 pending = []
             if held_out is not None and held_out.due(number, steps):
-                figures = held_out(trainer.drafter, moved.params | trainer.buffers)
+                figures = held_out(trainer.drafter, trainer.whole(moved.params))
                 _append(folder / LOG, {"step": number, "held_out": {name: asdict(f) for name, f in figures.items()}})
             if saving:
                 _save(folder / CHECKPOINT, moved, number, trainer)

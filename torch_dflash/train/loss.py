@@ -1,9 +1,10 @@
 """DFlash's training loss: randomly anchored blocks, many of them packed behind one text.
 
 Letters: R rows, T padded length, A anchors, B block_size, X feature width, E hidden size, H query heads, K key/value
-heads, G = H / K, d head_dim.
+heads, G = H / K, d head_dim, n = B - 1, C vocabulary of the loss, S candidates of a selector, N tokens.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,12 +15,25 @@ from bridge.jnp_attention import HIDDEN
 from bridge.positions import block_positions
 from bridge.views import Params, take_rows
 from torch_dflash import block
-from torch_dflash.block import DrafterFunctions
+from torch_dflash.block import DrafterFunctions, scale_logits
 from torch_dflash.config import DrafterConfig
 from torch_dflash.errors import InputError
+from torch_dflash.likeliest import best
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.train.batches import Batch
-from torch_dflash.train.objective import Candidates, Frozen, Measures, Objective, Teacher, guess_loss
+from torch_dflash.train.objective import (
+    ABSENT,
+    Candidates,
+    Frozen,
+    Measures,
+    Objective,
+    Teacher,
+    guess_loss,
+    labels_behind,
+    placed_loss,
+    taught,
+)
+from torch_dflash.train.selector import stillness
 
 
 def lower_drafter(module: Drafter, config: DrafterConfig) -> DrafterFunctions:
@@ -82,13 +96,15 @@ def block_hidden(
     noise_ids = jnp.pad(
         anchor_ids[:, :, None], ((0, 0), (0, 0), (0, size - 1)), constant_values=drafter.config.mask_token_id
     )
-    noise = take_rows(embedding, noise_ids.reshape(rows, -1)).astype(features.dtype)
-    positions = block_positions(anchors.reshape(-1), size).reshape(rows, -1)
+    noise = take_rows(embedding, noise_ids.reshape(-1, size)).astype(features.dtype)
+    noise = noise * drafter.config.scales.input_embedding
 
     def attend(layer: int, q: Array, k: Array, v: Array, _: Any) -> tuple[Array, Any]:
-        return packed_attention(q, k, v, keys[layer], values[layer], anchors), None
+        q, k, v = (x.reshape(rows, -1, *x.shape[2:]) for x in (q, k, v))  # the blocks of a text side by side
+        out = packed_attention(q, k, v, keys[layer], values[layer], anchors)
+        return out.reshape(-1, size, *out.shape[2:]), None
 
-    hidden = drafter.forward(params, noise, positions, attend, None)
+    hidden = drafter.forward(params, noise, block_positions(anchors.reshape(-1), size), attend, None)
     return hidden.reshape(*anchors.shape, size, -1)
 
 
@@ -102,9 +118,77 @@ def block_loss(
     candidates: Candidates | None,
     teacher: Teacher | None = None,
 ) -> tuple[Array, Measures]:
-    """The objective over all blocks of a batch. Every label must be among the candidates."""
+    """The objective over all blocks of a batch; with a selector its own is added, and the measures are of what it
+    chooses. Every label must be among the candidates."""
+    hidden, logits = _block_logits(drafter, params, frozen, features, batch, candidates)
+    loss, measures = guess_loss(objective, logits, batch, candidates, teacher)
+    if drafter.edges is None:
+        return loss, measures
+    chosen, measures = _choice_loss(drafter, objective, params, hidden, logits, batch, candidates, teacher)
+    return loss + chosen, replace(measures, loss=loss + chosen)
+
+
+def selector_loss(
+    drafter: DrafterFunctions,
+    objective: Objective,
+    params: Params,
+    frozen: Frozen,
+    features: Array,
+    batch: Batch,
+    candidates: Candidates | None,
+    teacher: Teacher | None = None,
+) -> tuple[Array, Measures]:
+    """The selector's part of `block_loss`, for a drafter whose other parameters stay."""
+    hidden, logits = _block_logits(drafter, params, frozen, features, batch, candidates)
+    return _choice_loss(drafter, objective, params, hidden, logits, batch, candidates, teacher)
+
+
+def _block_logits(
+    drafter: DrafterFunctions,
+    params: Params,
+    frozen: Frozen,
+    features: Array,
+    batch: Batch,
+    candidates: Candidates | None,
+) -> tuple[Array, Array]:
+    """Normed hidden states [R,A,n,E] of the guesses, and their logits f32[R,A,n,C]."""
     assert frozen.head is not None
     hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
     head = frozen.head if candidates is None else take_rows(frozen.head, candidates.ids)
     logits = jnp.einsum("rabe,ce->rabc", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
-    return guess_loss(objective, logits, batch, candidates, teacher)
+    return hidden, scale_logits(drafter.config.scales, logits)
+
+
+def _choice_loss(
+    drafter: DrafterFunctions,
+    objective: Objective,
+    params: Params,
+    hidden: Array,
+    logits: Array,
+    batch: Batch,
+    candidates: Candidates | None,
+    teacher: Teacher | None,
+) -> tuple[Array, Measures]:
+    """The objective over each position's likeliest tokens, behind the right token before it (where a guess counts, all
+    before it are right), and `stillness`."""
+    assert drafter.edges is not None and drafter.config.selector is not None
+    labels, inside = labels_behind(batch, logits.shape[2])
+    _, near = best(jax.lax.stop_gradient(logits), drafter.config.selector.top_k)
+    ids = near if candidates is None else candidates.ids[near]
+    anchor_ids = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
+    before = jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=2)[..., None]
+    blocks = (x.reshape(-1, *x.shape[2:]) for x in (hidden, before, ids))
+    edges = drafter.edges(params, *blocks).reshape(ids.shape)
+    scores = jnp.take_along_axis(logits, near, axis=-1) + edges
+    behind = taught(objective, teacher, batch, logits.shape[2])
+    placed = None if behind is None else replace(behind, ids=places_among(behind.ids, ids))
+    right = places_among(labels[..., None], ids)[..., 0]
+    loss, measures = placed_loss(objective, scores, right, inside, batch.used, placed)
+    loss = loss + stillness(edges[:, :, 0], batch.used)
+    return loss, replace(measures, loss=loss)
+
+
+def places_among(wanted: Array, ids: Array) -> Array:
+    """int32[...,N]: where each of `wanted` [...,N] stands in ids [...,S], ABSENT if nowhere."""
+    same = wanted[..., :, None] == ids[..., None, :]
+    return jnp.where(same.any(axis=-1), same.argmax(axis=-1), ABSENT)

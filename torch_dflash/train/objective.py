@@ -2,11 +2,11 @@
 `eagle_loss.py` for whose guesses they are.
 
 Letters: R rows, T padded length, A anchors, n guesses behind each, V vocabulary, C candidates, N teacher's tokens a
-position, E hidden size.
+position, E hidden size, P places.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bridge.jnp_attention import HIDDEN
+from bridge.views import Params
 from torch_dflash.train.batches import Batch
 
 ABSENT = -1
@@ -23,11 +24,12 @@ SMOOTHING = 0.5  # alpha of arXiv:2605.18810
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Frozen:
-    """What training reads of the target and never changes: embedding and head [V,E]; one array when they are tied. The
-    head is None where the drafter has its own."""
+    """What training reads and never changes. Of the target embedding and head [V,E]; one array when they are tied. The
+    head is None where the drafter has its own. drafter: those of its parameters that are not trained."""
 
     embedding: Array
     head: Array | None
+    drafter: Params = field(default_factory=dict)
 
 
 @jax.tree_util.register_dataclass
@@ -138,24 +140,43 @@ def guess_loss(
     """The objective for float32 logits [R,A,n,C] of the tokens behind the anchors. A teacher is needed when it
     distills."""
     labels, inside = labels_behind(batch, logits.shape[2])
-    places = labels if candidates is None else candidates.index[labels]
+
+    def place(ids: Array) -> Array:
+        return ids if candidates is None else candidates.index[ids]
+
+    behind = taught(objective, teacher, batch, logits.shape[2])
+    placed = None if behind is None else replace(behind, ids=place(behind.ids))
+    return placed_loss(objective, logits, place(labels), inside, batch.used, placed)
+
+
+def taught(objective: Objective, teacher: Teacher | None, batch: Batch, count: int) -> Teacher | None:
+    """`teacher_behind` where the objective distills, else None."""
+    if not objective.distill:
+        return None
+    assert teacher is not None, "distillation needs a teacher"
+    return teacher_behind(teacher, batch, count)
+
+
+def placed_loss(
+    objective: Objective, logits: Array, places: Array, inside: Array, used: Array, teacher: Teacher | None
+) -> tuple[Array, Measures]:
+    """The objective for float32 logits [R,A,n,P], of which places int32[R,A,n] are right, ABSENT where none is. inside
+    bool[R,A,n], used bool[R,A]: which count. teacher: [R,A,n,N], places too."""
     known = places != ABSENT
     total = jax.nn.logsumexp(logits, axis=-1)
     hard = total - jnp.take_along_axis(logits, jnp.maximum(places, 0)[..., None], axis=-1)[..., 0]
     loss = hard
-    if objective.distill:
-        assert teacher is not None, "distillation needs a teacher"
-        soft = _soft_loss(logits, hard, total, teacher_behind(teacher, batch, logits.shape[2]), candidates)
-        loss = (1 - objective.distill) * hard + objective.distill * soft
-    weights, divisor = position_weights(objective, jnp.exp(-hard) * known, inside & known, batch.used)
+    if teacher is not None:
+        loss = (1 - objective.distill) * hard + objective.distill * _soft_loss(logits, hard, total, teacher)
+    weights, divisor = position_weights(objective, jnp.exp(-hard) * known, inside & known, used)
     mean = (loss * weights).sum() / divisor
-    return mean, _measures(mean, logits.argmax(axis=-1) == places, inside, batch.used)
+    return mean, _measures(mean, logits.argmax(axis=-1) == places, inside, used)
 
 
-def _soft_loss(logits: Array, hard: Array, total: Array, teacher: Teacher, candidates: Candidates | None) -> Array:
-    """[R,A,n]: cross-entropy against the teacher's tokens that are among the candidates, their shares scaled to 1;
-    the hard token's where none is."""
-    at = teacher.ids if candidates is None else candidates.index[teacher.ids]
+def _soft_loss(logits: Array, hard: Array, total: Array, teacher: Teacher) -> Array:
+    """[R,A,n]: cross-entropy against the teacher's tokens that have a place, their shares scaled to 1; the hard
+    token's where none has."""
+    at = teacher.ids
     share = jax.nn.softmax(jnp.where(at == ABSENT, HIDDEN, teacher.log_probs), axis=-1)
     expected = (share * jnp.take_along_axis(logits, jnp.maximum(at, 0), axis=-1)).sum(axis=-1)
     return jnp.where((at == ABSENT).all(axis=-1), hard, total - expected)

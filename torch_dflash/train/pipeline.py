@@ -38,8 +38,9 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
     folder.mkdir(parents=True, exist_ok=True)
     platform = replace(own_platform(), stacked=False)  # bulk answers keep a cache for each layer
     pair = load_pair(target, None, recipe.training.compute, platform=platform)
-    if recipe.training.start_from is not None:
-        start_folder(recipe.training.start_from, pair.target.config)  # not after hours of answering
+    first = recipe.training.start_from
+    if first is not None:
+        start_folder(first, pair.target.config, recipe.training.selector)  # not after hours of answering
     held_out = make_held_out(pair, recipe.held_out)
     data = prepare(make_answers(pair, groups, recipe, folder), recipe.batches.max_tokens)
     if len(data.lengths) < recipe.batches.rows:
@@ -58,7 +59,7 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
     steps = settled_steps(trainer, state, order, store, recipe, folder)
     state = run(trainer, state, order, store, folder, steps, held_out)
     eos = pair.target.config.eos_token_ids
-    export(trainer.drafter.config, state.params | trainer.buffers, folder / "drafter", eos[0] if eos else None)
+    export(trainer.drafter.config, trainer.whole(state.params), folder / "drafter", eos[0] if eos else None)
     plot_log(folder / LOG, folder / "log.png")
     return folder / "drafter"
 

@@ -8,20 +8,22 @@ import torch
 from jax.sharding import Mesh
 
 from bridge.views import Params, take_params
-from torch_dflash.config import DrafterConfig, Eagle3Config, TargetConfig
+from torch_dflash.config import DrafterConfig, Eagle3Config, Selector, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config
+from torch_dflash.errors import InputError
 from torch_dflash.hub import resolve_draft
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.pair import Pair, load_drafter
 from torch_dflash.propose_eagle import lower_eagle3
 from torch_dflash.train.batches import Data
 from torch_dflash.train.eagle_loss import GAMMA, chain_loss
-from torch_dflash.train.loss import block_loss, check_trainable, lower_drafter
+from torch_dflash.train.loss import block_loss, check_trainable, lower_drafter, selector_loss
 from torch_dflash.train.objective import Frozen, Objective
 from torch_dflash.train.recipe import DrafterPlan, Eagle3Plan
+from torch_dflash.train.selector import PART, start_maps, with_selector
 from torch_dflash.train.texts import free_mask_id, frequent_ids, label_vocabulary
 from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState, split_buffers
-from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start
+from torch_dflash.train.warm_start import default_taps, drafter_config, warm_start, widened
 from torch_dflash.train.warm_start_eagle import head_config, warm_start_head
 
 
@@ -32,9 +34,14 @@ def start(
     params = pair.params["target"]
     if isinstance(drafter, DrafterPlan) and plan.start_from is not None:
         config, module = trained_already(plan.start_from, pair.target.config)
-        return trainer_of(module, config, params, data, plan, mesh)
+        if plan.selector is None:
+            return trainer_of(module, config, params, data, plan, mesh)
+        config = with_selector(config, plan.selector)
+        return trainer_of(widened(module, config), config, params, data, plan, mesh, PART)
     if isinstance(drafter, DrafterPlan):
-        return make_trainer(settled_config(pair, data, drafter), params, data, plan, mesh)
+        config = settled_config(pair, data, drafter)
+        config = config if plan.selector is None else with_selector(config, plan.selector)
+        return make_trainer(config, params, data, plan, mesh)
     ids = frequent_ids(data, drafter.draft_vocab_size)
     head = head_config(pair.target.config, drafter.taps, len(ids))
     return make_head_trainer(head, ids, pair.target.config.num_layers, params, plan, mesh)
@@ -60,26 +67,41 @@ def trained_already(name: str, target: TargetConfig) -> tuple[DrafterConfig, Dra
     return load_drafter(start_folder(name, target), torch.float32)
 
 
-def start_folder(name: str, target: TargetConfig) -> Path:
+def start_folder(name: str, target: TargetConfig, selector: Selector | None = None) -> Path:
     """Of a drafter to go on from: a folder, a hub id or a shipped name. Raises InputError for one that does not fit the
-    target, or that the loss cannot train; no weight is read."""
+    target, that the loss cannot train, or that has a selector where one is to be added; no weight is read."""
     folder = resolve_draft(name)
     config = read_drafter_config(folder)
     check_pair(target.shape, config)
     check_trainable(config)
+    if selector is not None and config.selector is not None:
+        reason = f"drafter {name} has a selector already: leave it out, and it is trained with the rest"
+        raise InputError(f"--selector-rank is {selector.rank}: {reason}")
     return folder
 
 
 def trainer_of(
-    module: Drafter, config: DrafterConfig, target_params: Params, data: Data, plan: TrainPlan, mesh: Mesh | None
+    module: Drafter,
+    config: DrafterConfig,
+    target_params: Params,
+    data: Data,
+    plan: TrainPlan,
+    mesh: Mesh | None,
+    part: str = "",
 ) -> tuple[Trainer, TrainState]:
-    """A DFlash drafter, float32, ready to train."""
+    """A DFlash drafter, float32, ready to train. part: beginning of the names of what is trained; empty for all, else
+    the selector's. A selector of the plan is new: its maps are trained."""
     lowered = lower_drafter(module, config)
     params, buffers = split_buffers(take_params(module))
+    stays = {name: params.pop(name) for name in list(params) if not name.startswith(part)}
+    if plan.selector is not None:
+        rest = {name: value for name, value in params.items() if not name.startswith(PART)}
+        params = rest | start_maps(plan.selector, config.block.hidden_size, plan.seed)
     embedding = target_params["embed_tokens.weight"]
-    frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding))
-    vocabulary = None if plan.negatives is None else label_vocabulary(data)
-    loss = partial(block_loss, lowered, _objective(plan, gamma_of(config.block_size)))
+    frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding), stays)
+    # A selector's candidates come from the whole vocabulary, as they will when it decodes.
+    vocabulary = None if plan.negatives is None or stays else label_vocabulary(data)
+    loss = partial(selector_loss if stays else block_loss, lowered, _objective(plan, gamma_of(config.block_size)))
     trainer = Trainer(lowered, loss, frozen, buffers, plan, vocabulary, mesh)
     return trainer, trainer.start(params)
 

@@ -14,9 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from bridge.views import Params
 from torch_dflash.block import DrafterFunctions
+from torch_dflash.config import Selector
 from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.batches import Batch, generator
 from torch_dflash.train.objective import ABSENT, Candidates, Frozen, Loss, Measures, Teacher
+from torch_dflash.train.selector import tables
 
 BUFFERS = ("rotary.inv_freq", "d2t")  # part of a module's state, never trained, never cast
 
@@ -26,7 +28,8 @@ class TrainPlan:
     """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16,
     and weights 0.8^i for an EAGLE-3 head. ttt_length: passes that such a head is unrolled over; None for DFlash.
 
-    start_from: the drafter to go on from; None: one made of the target's layers.
+    start_from: the drafter to go on from; None: one made of the target's layers. selector: DFlash 2's, to be added; to
+    a drafter to go on from, whose other parameters then stay.
     negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
     compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
     """
@@ -41,6 +44,7 @@ class TrainPlan:
     distill: float = 0.0
     ttt_length: int | None = None
     start_from: str | None = None
+    selector: Selector | None = None
     negatives: int | None = 1024
     compute: str = "bfloat16"
     seed: int = 0
@@ -104,6 +108,10 @@ class Trainer:
         # Placed explicitly: an unplaced first state would compile the step twice.
         return jax.device_put(state, self._everywhere)
 
+    def whole(self, params: Params) -> Params:
+        """All of the drafter's parameters, from the trained ones."""
+        return tables(params, self.frozen.embedding) | self.frozen.drafter | self.buffers
+
     @property
     def _everywhere(self) -> Any:
         return jax.devices()[0] if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
@@ -141,7 +149,8 @@ class Trainer:
     def cast_loss(self, params: Params, frozen: Frozen, features: Any, *data: Any) -> tuple[Array, Measures]:
         """The loss, with products in the plan's dtype. `params` are the trained ones."""
         params, frozen, features = jax.tree.map(lambda x: x.astype(self.plan.compute), (params, frozen, features))
-        return self.loss(params | self.buffers, frozen, features, *data)
+        whole = tables(params, frozen.embedding) | frozen.drafter | self.buffers
+        return self.loss(whole, frozen, features, *data)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., tuple[TrainState, Measures]]:

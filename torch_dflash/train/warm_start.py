@@ -68,10 +68,24 @@ def warm_start(config: DrafterConfig, target: Params) -> Drafter:
     total, count = config.num_target_layers, len(config.layers)
     for index, layer in enumerate(drafter.layers):
         held = layer_tensors(target, total - 1 - (count - 1 - index) * max(total // (2 * count), 1))
-        layer.load_state_dict({name: held.get(name, torch.ones_like(t)) for name, t in layer.state_dict().items()})
+        layer.load_state_dict({name: held.get(name, _neutral(name, t)) for name, t in layer.state_dict().items()})
     drafter.norm.weight.data.copy_(to_tensor(target["norm.weight"]))
     drafter.hidden_norm.weight.data.fill_(1.0)
     return drafter.requires_grad_(False)
+
+
+def widened(drafter: Drafter, config: DrafterConfig) -> Drafter:
+    """A drafter's weights under a config that has more; what is new changes nothing."""
+    whole, held = Drafter(config, drafter.embed_tokens is not None), drafter.state_dict()
+    whole.load_state_dict({name: held.get(name, _neutral(name, t)) for name, t in whole.state_dict().items()})
+    return whole.requires_grad_(False)
+
+
+def _neutral(name: str, like: Tensor) -> Tensor:
+    """What a parameter that has no forerunner starts as: norms and kernels pass on what comes, the rest is silent."""
+    if name.endswith("base_kernel"):  # [2,W,E]
+        return torch.zeros_like(like).index_fill_(1, torch.tensor([0]), 1.0)
+    return torch.ones_like(like) if like.ndim == 1 else torch.zeros_like(like)
 
 
 def layer_tensors(target: Params, layer: int) -> dict[str, Tensor]:
