@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import BYTES_PAIR, Loaded, golden_pair
+from helpers import BYTES_PAIR, Loaded, golden_pair, write_drafter
 from safetensors.numpy import load_file
 from test_dflash2 import second
 from test_train_command import run_in, some_answers
@@ -30,7 +30,7 @@ from torch_dflash.train.evaluate import figures
 from torch_dflash.train.export import export
 from torch_dflash.train.features import device_features
 from torch_dflash.train.loop import train
-from torch_dflash.train.loss import block_loss, lower_drafter, places_among, selector_loss
+from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, places_among, selector_loss
 from torch_dflash.train.objective import ABSENT
 from torch_dflash.train.selector import PART, start_maps, stillness, tables, with_selector
 from torch_dflash.train.start import trained_already, trainer_of
@@ -173,11 +173,9 @@ def test_the_command_adds_a_selector(tmp_path: Path) -> None:
     assert {name for name in new if not name.startswith("layers.")} == {
         f"{PART}{name}" for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
     }
-    assert {name.split(".", 2)[2] for name in new if name.startswith("layers.")} == {
-        f"{conv}.{name}"
-        for conv in ("attention_conv", "mlp_conv")
-        for name in ("base_kernel", "kernel_projection.weight")
-    }
+    of_layers = {name.split(".", 2)[2] for name in new if name.startswith("layers.")}
+    kernels = ("base_kernel", "kernel_projection.weight")
+    assert of_layers == {f"{conv}.{name}" for conv in ("attention_conv", "mlp_conv") for name in kernels}
     for name, value in before.items():
         np.testing.assert_array_equal(after[name], value.astype(after[name].dtype), err_msg=name)
     assert np.abs(after[f"{PART}successor_codebook"].astype(np.float32)).max() > 0
@@ -192,7 +190,11 @@ def test_a_drafter_that_has_one_is_trained_with_it(tmp_path: Path, capsys: pytes
     made = tmp_path / "one" / "drafter"
     assert cli.main(run_in(tmp_path / "two", some_answers(), ["--start-from", str(made)])) == 0
     old, new = (load_file(folder / "model.safetensors") for folder in (made, tmp_path / "two" / "drafter"))
-    for name in (f"{PART}successor_codebook", "layers.0.mlp.up_proj.weight", "layers.1.mlp_conv.base_kernel"):
+    for name in (
+        f"{PART}successor_codebook",
+        "layers.0.mlp.up_proj.weight",
+        "layers.1.mlp_conv.kernel_projection.weight",
+    ):
         assert (old[name] != new[name]).any(), name
     capsys.readouterr()
     again = run_in(tmp_path / "three", some_answers(), ["--start-from", str(made), "--selector-rank", "6"])
@@ -229,13 +231,9 @@ def test_a_selector_learns(tmp_path: Path) -> None:
 
 def test_a_drafter_with_wider_kernels_is_trained_block_by_block(tmp_path: Path, tiny: Loaded) -> None:
     """In training the blocks of a text lie side by side; a convolution must not reach into the one before."""
-    from helpers import write_drafter
-
     write_drafter(tmp_path, **second(input_embedding_scale=1.0, output_multiplier=1.0, final_logit_softcapping=None))
     config, module = load_drafter(tmp_path, torch.float32)
     _, eager = load_drafter(tmp_path, torch.float32)
-    from torch_dflash.train.loss import block_hidden
-
     features, batch = features_of(tiny), batch_of(12)
     lowered, params = lower_drafter(module, config), take_params(module)
     hidden = block_hidden(
