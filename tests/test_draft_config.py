@@ -83,7 +83,7 @@ def test_absent_layer_types_follow_transformers(tmp_path: Path, first: int) -> N
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlash2DraftModel"),
+        ({"architectures": ["DFlash2DraftModel"]}, "conv_kernel_size", "is missing"),
         ({"architectures": ["MuseGlimmerAssistantForCausalLM"]}, "architectures", "MuseGlimmer"),
         ({"speculators_model_type": "dflash"}, "transformer_layer_config", "is missing"),
         ({"quantization_config": {"quant_algo": "FP8"}}, "quantization_config", "FP8"),

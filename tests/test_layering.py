@@ -16,12 +16,19 @@ LAYERS = (
     ("torch_dflash.config_fields", "torch_dflash.config_block", "torch_dflash.config_rope", "torch_dflash.models"),
     (
         "torch_dflash.config_layouts",
+        "torch_dflash.config_dflash2",
         "torch_dflash.config_draft",
         "torch_dflash.config_eagle",
         "torch_dflash.config_reader",
     ),
     ("torch_dflash.weights", "torch_dflash.tokenizer", "torch_dflash.default_model", "torch_dflash.hub"),
-    ("torch_dflash.reference", "torch_dflash.state", "torch_dflash.sampling", "torch_dflash.accept"),
+    (
+        "torch_dflash.reference",
+        "torch_dflash.state",
+        "torch_dflash.likeliest",
+        "torch_dflash.sampling",
+        "torch_dflash.accept",
+    ),
     ("torch_dflash.stacked", "torch_dflash.sharding", "torch_dflash.block"),
     (
         "torch_dflash.verify",

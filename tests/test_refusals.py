@@ -53,17 +53,16 @@ def test_targets(changes: dict[str, Any], field: str, reason: str, tmp_path: Pat
     assert_line(error.value, str(tmp_path / "config.json"), f"{field} is", reason)
 
 
-V1 = "the drafter must be a DFlash v1 drafter"
+V1 = "the drafter must be a DFlash drafter"
 
 
 @pytest.mark.parametrize(
     ("changes", "field", "reason"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlash 2 drafter, which is not supported yet"),
-        ({"dflash_config": {"selector_rank": 256}}, "selector_rank", "it belongs to DFlash 2"),
-        ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size", "it belongs to DFlash 2"),
-        ({"selector_top_k": 16}, "selector_top_k", "it belongs to DFlash 2"),
-        ({"conv_group_size": 64}, "conv_group_size", "it belongs to DFlash 2"),
+        ({"dflash_config": {"selector_rank": 256}}, "selector_rank", "it belongs to DFlash2DraftModel"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size", "it belongs to DFlash2DraftModel"),
+        ({"selector_top_k": 16}, "selector_top_k", "it belongs to DFlash2DraftModel"),
+        ({"conv_group_size": 64}, "conv_group_size", "it belongs to DFlash2DraftModel"),
         ({"output_multiplier": 0.5}, "output_multiplier", "not part of DFlash v1"),
         ({"dflash_config": {"input_embedding_scale": 2.0}}, "input_embedding_scale", "not part of DFlash v1"),
         ({"dflash_config": {"final_logit_softcapping": 30.0}}, "final_logit_softcapping", "not part of DFlash v1"),
@@ -93,7 +92,7 @@ def test_drafters(changes: dict[str, Any], field: str, reason: str, tmp_path: Pa
         ({"speculators_model_type": "eagle3"}, "speculators_model_type", "this is an EAGLE head"),
         ({"speculators_model_type": "dspark"}, "speculators_model_type", "this is a DSpark drafter"),
         ({"speculators_model_type": 3}, "speculators_model_type", V1),
-        ({"architectures": ["DFlash2Speculator"]}, "architectures", "DFlash 2"),
+        ({"architectures": ["DFlash2Speculator"]}, "architectures", "a DFlash 2 drafter in another layout"),
         ({"sample_from_anchor": True}, "sample_from_anchor", "at the mask positions only"),
         ({"transformer_layer_config": None}, "transformer_layer_config", "describes the drafter's layers"),
         ({"aux_hidden_state_layer_ids": [0, 1]}, "aux_hidden_state_layer_ids", "0 is the embedding"),
@@ -106,7 +105,7 @@ def test_drafters(changes: dict[str, Any], field: str, reason: str, tmp_path: Pa
         ({"target_hidden_size": 64}, "target_hidden_size", "the drafter's own hidden_size"),
         ({"hidden_size": 64}, "hidden_size", "differs from transformer_layer_config.hidden_size"),
         ({"quantization_config": {}}, "quantization_config", QUANTISED),
-        ({"selector_rank": 256}, "selector_rank", "DFlash 2"),
+        ({"selector_rank": 256}, "selector_rank", "DFlash2DraftModel"),
         ({"markov_rank": 256}, "markov_rank", "not part of DFlash v1"),
     ],
 )
@@ -127,7 +126,7 @@ def test_speculators(changes: dict[str, Any], field: str, reason: str, tmp_path:
         ({"block_size": None}, "block_size", "is null"),
         ({"mask_token_id": -1}, "mask_token_id", "-1"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "sliding_window", "is null"),
-        ({"dflash_config": {"selector_rank": 4}}, "selector_rank", "DFlash 2"),
+        ({"dflash_config": {"selector_rank": 4}}, "selector_rank", "DFlash2DraftModel"),
     ],
 )
 def test_muse(changes: dict[str, Any], field: str, reason: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torch_dflash.config import BlockConfig, DefaultRope, DrafterConfig, DraftLayer, TargetConfig
+from torch_dflash.config import BlockConfig, Convolution, DefaultRope, DrafterConfig, DraftLayer, Selector, TargetConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
@@ -53,6 +53,12 @@ def test_parameters_are_those_of_the_modules(name: str) -> None:
     target, draft = read_target_config(target_folder(name)), read_drafter_config(drafter_folder(drafter_of(name) or ""))
     with torch.device("meta"):
         assert target_parameters(target).total == elements(Target(target))
+        assert drafter_parameters(draft).total == elements(Drafter(draft))
+
+
+def test_a_dflash_2_drafter_is_counted_whole() -> None:
+    draft = replace(DRAFTER, convolution=Convolution(3, 4), selector=Selector(6, 4), vocab_size=40)
+    with torch.device("meta"):
         assert drafter_parameters(draft).total == elements(Drafter(draft))
 
 

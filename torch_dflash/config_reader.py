@@ -47,7 +47,7 @@ def read_target_config(folder: Path) -> TargetConfig:
 
 
 def read_drafter_config(folder: Path) -> DrafterConfig:
-    """Reads `folder`/config.json of a DFlash v1 drafter, in any of the layouts of config_layouts.py. Raises
+    """Reads `folder`/config.json of a DFlash drafter, in any of the layouts of config_layouts.py. Raises
     InputError."""
     fields, layout = zlab_fields(load_fields(folder / "config.json"))
     _refuse_quantised_folder(folder)

@@ -99,11 +99,18 @@ def target_parameters(config: TargetConfig) -> Parameters:
 
 
 def drafter_parameters(config: DrafterConfig) -> Parameters:
-    """What the config tells: an embedding of its own is in the weights only, and not counted."""
+    """What the config tells: an embedding of its own is in the weights only, and not counted. A selector's codebooks
+    are tables like an embedding."""
     hidden = config.block.hidden_size
     head = (config.draft_vocab_size or 0) * hidden
-    rest = len(config.target_layer_ids) * hidden**2 + 2 * hidden
-    return Parameters(len(config.layers) * block_parameters(config.block), 0, head, rest)
+    rest, tables, layer = len(config.target_layer_ids) * hidden**2 + 2 * hidden, 0, block_parameters(config.block)
+    if config.convolution is not None:
+        groups = hidden // config.convolution.group_size
+        layer += 2 * 2 * config.convolution.kernel_size * hidden * (1 + groups)
+    if config.selector is not None:
+        tables = 2 * (config.vocab_size or 0) * config.selector.rank
+        rest += config.selector.rank * hidden
+    return Parameters(len(config.layers) * layer, tables, head, rest)
 
 
 def kv_bytes(block: BlockConfig, layers: int, tp: int = 1) -> int:
