@@ -25,6 +25,7 @@ PAIRS = {
 }
 CONTEXT = 1024
 PAGES = 512  # every pool is larger than a chip's own memory (VMEM): a small one XLA might fetch into it, all of it
+MOST_SELECTED = 1 << 14  # bytes; logits of one position alone are more
 MOST_TEMP = 256e6  # bytes; far below the weights, far above what a step's activations take
 
 
@@ -75,12 +76,14 @@ def compiled(case: Case, platform: Platform | None = None) -> tuple[Facts, "Dema
 @dataclass(frozen=True)
 class Demands:
     """pools: bytes on one chip of each K/V pool. mosaic_calls: one for the target's layers, which are one traced layer;
-    for the drafter one for each layer and each width of its context that may be read."""
+    for the drafter one for each layer and each width of its context that may be read. selected: bytes that a selector
+    may collect beside the sums, the maxima of groups of logits and what it chooses among."""
 
     chip: Chip
     pools: tuple[int, ...]
     mosaic_calls: int
     all_reduces: int | None  # that run in a step; None: not counted
+    selected: int = 0
 
 
 def demands_of(case: Case, pair: Pair, proposer: Proposer) -> Demands:
@@ -94,7 +97,8 @@ def demands_of(case: Case, pair: Pair, proposer: Proposer) -> Demands:
     # Two sums for each layer, one for an embedding, two for the argmax of each head, one for the drafter's fc.
     reduces = 2 * target.num_layers + 3 + (2 * len(draft.layers) + 4 if drafting else 0)
     counted = None if case.kind == "prefill" or case.dp > 1 else reduces if case.tp > 1 else 0
-    return Demands(chip_named(case.chip), tuple(_own_bytes(pool) for pool in pools), calls, counted)
+    selected = MOST_SELECTED if drafting and draft.selector is not None else 0
+    return Demands(chip_named(case.chip), tuple(_own_bytes(pool) for pool in pools), calls, counted, selected)
 
 
 def _own_bytes(shape: jax.ShapeDtypeStruct) -> int:
@@ -116,4 +120,8 @@ def check(facts: Facts, demands: Demands) -> None:
     if demands.all_reduces is not None:
         runs = {collective.kind: collective.runs for collective in facts.collectives}
         expected = {"all-reduce": demands.all_reduces} if demands.all_reduces else {}
-        assert runs == expected, f"exchanges between chips: {runs}, not {expected}"
+        others = sum(collective.bytes for collective in facts.collectives if collective.kind not in expected)
+        assert others <= demands.selected, f"exchanges between chips: {runs}, {others} bytes, not {expected}"
+        assert runs.get("all-reduce", 0) == (demands.all_reduces or 0), (
+            f"exchanges between chips: {runs}, not {expected}"
+        )
