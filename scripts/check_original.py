@@ -39,23 +39,24 @@ def ours(target: str, draft: str, path: Path) -> None:
 def theirs(target: str, draft: str, path: Path) -> None:
     """Run the original and compare. Its last blocks are shorter, which changes drafts: they are left out."""
     import torch
-    from dflash.model import DFlashDraftModel, dflash_generate
+    from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
     from transformers import AutoModelForCausalLM
 
-    model = DFlashDraftModel.from_pretrained(draft, dtype=torch.float32).eval()
+    second = json.loads((Path(draft) / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    model = (DFlash2DraftModel if second else DFlashDraftModel).from_pretrained(draft, dtype=torch.float32).eval()
     whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     rounds: list[list] = []
-    forward, logits = model.forward, model.compute_logits
+    forward, drafts = model.forward, model.propose if second else model.compute_logits
     model.forward = lambda *a, **k: (
         rounds.append([int(k["position_ids"][0, -k["noise_embedding"].shape[1]])]) or forward(*a, **k)
     )
 
     def listen(*args):
-        out = logits(*args)
-        rounds[-1].append(out.argmax(-1)[0].tolist())
+        out = drafts(*args)
+        rounds[-1].append((out[0] if second else out.argmax(-1))[0].tolist())
         return out
 
-    model.compute_logits = listen
+    setattr(model, "propose" if second else "compute_logits", listen)
     for held in json.loads(path.read_text()):
         rounds.clear()
         with torch.inference_mode():

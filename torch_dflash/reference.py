@@ -111,15 +111,20 @@ def draft_logits(target: Target, drafter: Drafter, config: DrafterConfig, hidden
     return logits if bound is None else bound * torch.tanh(logits / bound)
 
 
-@torch.inference_mode()
 def best_ids(drafter: Drafter, config: DrafterConfig, hidden: Tensor, logits: Tensor, before: Tensor) -> Tensor:
     """The drafts [N] of places with hidden states [N,E] and logits [N,V], behind the tokens `before` [N]."""
+    best = draft_scores(drafter, config, hidden, logits, before).argmax(-1)
+    return best if drafter.lm_head is None else drafter.target_ids(best)
+
+
+@torch.inference_mode()
+def draft_scores(drafter: Drafter, config: DrafterConfig, hidden: Tensor, logits: Tensor, before: Tensor) -> Tensor:
+    """[N,V], whose largest are the drafts: the logits; with a selector those of the candidates and their edges."""
     if config.selector is None:
-        best = logits.argmax(-1)
-        return best if drafter.lm_head is None else drafter.target_ids(best)
+        return logits
     unary, candidates = logits.topk(config.selector.top_k)
     edges = drafter.edges(hidden[:, None], before[:, None, None], candidates[:, None])[:, 0, 0]
-    return candidates.gather(1, (unary + edges).argmax(-1, keepdim=True))[:, 0]
+    return torch.full_like(logits, float("-inf")).scatter(1, candidates, unary + edges)
 
 
 def draft_visible(layer: DraftLayer, query_at: Tensor, key_at: Tensor) -> Tensor:

@@ -1,7 +1,10 @@
 """z-lab's original as a peer: PyPI dflash 0.1.0. Its command asks for a GPU; its functions run on a CPU too."""
 
+import json
+from pathlib import Path
+
 import torch
-from dflash.model import DFlashDraftModel, dflash_generate
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
 from passes import Passes
 from transformers import AutoModelForCausalLM
 from worker import Answer, Job
@@ -10,7 +13,8 @@ from worker import Answer, Job
 def load(job: Job) -> Answer:
     torch.set_num_threads(job.threads)
     dtype = getattr(torch, job.dtype)
-    drafter = DFlashDraftModel.from_pretrained(job.draft, dtype=dtype).eval()
+    second = json.loads((Path(job.draft) / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
+    drafter = (DFlash2DraftModel if second else DFlashDraftModel).from_pretrained(job.draft, dtype=dtype).eval()
     target = AutoModelForCausalLM.from_pretrained(job.target, dtype=dtype).eval()
     passes = Passes(target)
 

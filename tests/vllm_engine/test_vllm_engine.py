@@ -25,7 +25,7 @@ from torch_dflash.hub import resolve_draft, resolve_target
 from torch_dflash.models.drafter import Drafter
 from torch_dflash.models.target import Target
 from torch_dflash.pair import load_drafter, load_target
-from torch_dflash.reference import draft_hidden, draft_logits, target_pass
+from torch_dflash.reference import draft_hidden, draft_logits, draft_scores, target_pass
 from torch_dflash.tokenizer import as_chat, encode_prompt, load_tokenizer
 
 DRIVE = Path(__file__).with_name("drive.py")
@@ -153,8 +153,11 @@ def agreement(folders: Folders, outcome: Outcome) -> float:
         assert ids[context] == row["anchor"], f"the text has {ids[context]} at {context}"
         _, features = target_pass(loaded.target, ids[:context], loaded.config.target_layer_ids)
         hidden = draft_hidden(loaded.target, loaded.drafter, loaded.config, features, row["anchor"])
-        logits = draft_logits(loaded.target, loaded.drafter, loaded.config, hidden)
-        gaps += (logits.max(-1).values - logits[range(len(row["drafts"])), row["drafts"]]).tolist()
+        logits, drafts = draft_logits(loaded.target, loaded.drafter, loaded.config, hidden), row["drafts"]
+        before = torch.tensor([row["anchor"], *drafts[:-1]])
+        places = hidden[: len(drafts)], logits[: len(drafts)]
+        scores = draft_scores(loaded.drafter, loaded.config, *places, before)
+        gaps += (scores.max(-1).values - scores[range(len(drafts)), drafts]).tolist()
     assert len(gaps) > 100
     wrong = sorted(gap for gap in gaps if gap > 0)
     print(f"{len(gaps)} drafts, {len(wrong)} others than the full recompute's, largest gaps in logits {wrong[-3:]}")
