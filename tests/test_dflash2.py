@@ -145,8 +145,9 @@ def test_drawn_texts_are_the_targets_own(tiny2: Loaded) -> None:
         Sampling(),
         Sampling(temperature=0.6, top_k=1, seed=1),  # one candidate is finite
         Sampling(temperature=1.3, top_p=0.8, repetition_penalty=1.2, seed=7),
+        Sampling(temperature=1e-42, seed=2),
     ]
-    prompts = [prompt_of(length) for length in (4, 5, 6, 7)]
+    prompts = [prompt_of(length) for length in (4, 5, 6, 7, 8)]
     plain = generate(tiny2.pair, prompts, 32, method="plain", sampling=asked, ignore_eos=True)
     drafted = generate(tiny2.pair, prompts, 32, sampling=asked, ignore_eos=True)
     assert [result.token_ids for result in drafted] == [result.token_ids for result in plain]

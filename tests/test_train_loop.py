@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from test_dispatch import compilations
 
 from torch_dflash import Result, generate, load_pair
+from torch_dflash.config import Selector
 from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.errors import InputError
 from torch_dflash.metrics import Stats, tau
@@ -274,5 +275,7 @@ def test_the_shipped_drafter_is_whole():
     config = read_drafter_config(folder)
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (8, 16, (1, 10, 18, 27))
     tensors = load_file(folder / "model.safetensors")
-    assert len(tensors) == 3 + 11 * len(config.layers)
+    assert config.selector == Selector(rank=64, top_k=16)
+    assert len(tensors) == 3 + 3 + (11 + 4) * len(config.layers)
+    assert (folder / "model.safetensors").stat().st_size < 40e6
     assert all(np.isfinite(value.astype(np.float32)).all() for value in tensors.values())

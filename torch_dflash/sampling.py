@@ -22,6 +22,7 @@ from jax.extend.random import threefry_2x32
 from bridge.positions import block_positions
 from torch_dflash.likeliest import Several, best, greedy, greedy_several
 
+LARGEST_SCALE = 1e30  # of the edges at a tiny temperature: infinity times zero would be no number
 LEAST_TOP_P = 1e-30  # far below the largest probability of any vocabulary
 
 
@@ -95,7 +96,8 @@ class _Choose:
             return best(_scores(logits, ids, start, options), count)
 
         values, chosen = lax.cond(_asks(options).any(), special, lambda: best(logits, count))
-        return Several(chosen, values, 1 / jnp.where(options.temperature > 0, options.temperature, 1))
+        scale = jnp.minimum(1 / jnp.where(options.temperature > 0, options.temperature, 1), LARGEST_SCALE)
+        return Several(chosen, values, scale)
 
 
 choose_greedily, choose = _Greedily(), _Choose()

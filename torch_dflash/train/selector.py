@@ -1,5 +1,6 @@
 """How DFlash 2's selector is trained: not its tables but linear maps of the target's embedding onto them, so that rare
-tokens learn from the others, and of the hidden state a few directions. Free tables learn the training texts by heart.
+tokens learn from the others, and of the hidden state a few directions. Free ones learn more of the training texts and
+less of all others (docs/training-sweep.md).
 
 Letters: V vocabulary, E drafter hidden size, r rank, m directions.
 """
