@@ -13,6 +13,7 @@ from helpers import write_drafter
 from torch_dflash import cli
 from torch_dflash.errors import InputError
 from torch_dflash.vllm import plugin, seams
+from torch_dflash.vllm.after_import import AfterImport
 
 
 class Upstream:
@@ -40,6 +41,16 @@ class Upstream:
     def _dflash_needs_multi_kv_group(self) -> bool:
         return True
 
+    names: tuple[str, ...] = ("DFlashDraftModel",)
+
+    @classmethod
+    def get_supported_archs(cls) -> tuple[str, ...]:
+        return cls.names
+
+    @classmethod
+    def register_model(cls, name: str, stand_in: str) -> None:
+        cls.names += (f"{name} as {stand_in.partition(':')[2]}",)
+
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
@@ -61,8 +72,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return modules
 
 
-def config_of(method: str | None, draft: Path | None = None) -> SimpleNamespace:
-    model = SimpleNamespace(model=str(draft))
+def config_of(method: str | None, draft: Path | None = None, architecture: str = "DFlashDraftModel") -> SimpleNamespace:
+    model = SimpleNamespace(model=str(draft), architectures=[architecture])
     speculative = None if method is None else SimpleNamespace(method=method, draft_model_config=model)
     return SimpleNamespace(speculative_config=speculative)
 
@@ -169,3 +180,20 @@ def test_vllm_check(installed: dict[str, ModuleType], capsys: pytest.CaptureFixt
 def test_vllm_check_without_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["vllm-check"]) == 2
     assert "tpu-inference is not installed" in capsys.readouterr().err
+
+
+def test_the_name_of_dflash_2_is_let_through(installed: dict[str, ModuleType]) -> None:
+    """Once; and not handed on to upstream's proposer, which would draft without the selector."""
+    plugin.register()
+    registry = installed[seams.REGISTRY.module].ModelRegistry
+    assert registry.names == ("DFlashDraftModel", "DFlash2DraftModel as DFlashQwen3ForCausalLM")
+    plugin.replace()
+    installed[seams.IMPL.module].MODEL_IMPL_TYPE = "flax_nnx"  # type: ignore[attr-defined]
+    make = methods(installed)[2]
+    with pytest.raises(InputError, match=r"DFlash2DraftModel, .*: set MODEL_IMPL_TYPE=vllm"):
+        make(config_of("dflash", architecture="DFlash2DraftModel"), None)
+    assert isinstance(make(config_of("dflash"), None), Upstream)
+    registry.names = ("DFlash2DraftModel",)  # a newer vLLM's own
+    sys.meta_path = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+    plugin.register()
+    assert registry.names == ("DFlash2DraftModel",)

@@ -12,10 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_dflash.config_layouts import DFLASH_2
 from torch_dflash.vllm import seams
 from torch_dflash.vllm.after_import import AfterImport
 
 log = logging.getLogger("vllm.torch_dflash")
+
+# vLLM asks every drafter's architecture for a class of its own, which is never made here.
+_STAND_IN = "vllm.model_executor.models.qwen3_dflash:DFlashQwen3ForCausalLM"
 
 
 def register() -> None:
@@ -28,6 +32,8 @@ def register() -> None:
         return
     if seams.WINDOWS.is_there():
         seams.WINDOWS.put(_needs_groups(seams.WINDOWS.value()))
+    if seams.REGISTRY.is_there() and DFLASH_2 not in seams.REGISTRY.value().get_supported_archs():
+        seams.REGISTRY.value().register_model(DFLASH_2, _STAND_IN)
     if seams.PROPOSER.module in sys.modules:
         replace()
     else:
@@ -64,9 +70,13 @@ class _Factory:
     upstream: type
 
     def __call__(self, vllm_config: Any, runner: Any) -> Any:
-        if not drafts_in_torch(vllm_config):
-            return self.upstream(vllm_config, runner)
         from torch_dflash.errors import InputError
+
+        if not drafts_in_torch(vllm_config):
+            if _is_second(vllm_config):
+                reason = "tpu-inference's own proposer would take it for DFlash v1: set MODEL_IMPL_TYPE=vllm"
+                raise InputError(f"the drafter's architectures are {DFLASH_2}, and {reason}")
+            return self.upstream(vllm_config, runner)
         from torch_dflash.vllm.proposer import make_proposer
 
         try:
@@ -74,6 +84,13 @@ class _Factory:
         except InputError as error:
             log.error("torch-dflash: %s", error)
             raise
+
+
+def _is_second(vllm_config: Any) -> bool:
+    """Whether the drafter is a DFlash 2 one, whose name this plugin has let through."""
+    speculative = vllm_config.speculative_config
+    dflash = speculative is not None and speculative.method == "dflash"
+    return dflash and DFLASH_2 in speculative.draft_model_config.architectures
 
 
 def setup_of(vllm_config: Any, runner: Any) -> Any:

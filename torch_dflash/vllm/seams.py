@@ -62,7 +62,8 @@ FULL = Seam("vllm.v1.kv_cache_interface", "FullAttentionSpec", "describes one of
 IMPL = Seam("tpu_inference.envs", "MODEL_IMPL_TYPE", "says whether the target is a torch module")
 RESOLVE = Seam("tpu_inference.models.common.model_loader", "resolve_model_architecture", 'says it for "auto"')
 GIVES = Seam("vllm.model_executor.models.interfaces", "supports_eagle3", "says whether the target gives its layers")
-SEAMS = (PROPOSER, LOAD, STEP, CACHES, WINDOWS, FULL, IMPL, RESOLVE, GIVES)
+REGISTRY = Seam("vllm.model_executor.models.registry", "ModelRegistry", "learns the name DFlash2DraftModel")
+SEAMS = (PROPOSER, LOAD, STEP, CACHES, WINDOWS, FULL, IMPL, RESOLVE, GIVES, REGISTRY)
 
 
 def server_version() -> str | None:
