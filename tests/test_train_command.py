@@ -73,6 +73,10 @@ def failing_write(number: int, error: BaseException) -> Callable[[int], None]:
         (["--bulk", "--sampled", "-0.5"], "--sampled is -0.5: use a share in 0..1"),
         (["--start-from", "bytes", "--layers", "2"], "--layers is 2: the shape is that of --start-from, leave it out"),
         (["--start-from", "bytes", "--tap-layers", "1", "2"], "the taps are those of --start-from, leave it out"),
+        (["--selector-top-k", "8"], "--selector-top-k is 8: it needs --selector-rank, or leave it out"),
+        (["--selector-rank", "0"], "--selector-rank is 0: use an integer"),
+        (["--selector-rank", "4", "--selector-top-k", "2000"], "--selector-top-k is 2000: use an integer in 1..1024"),
+        (["--selector-rank", "4", "--method", "eagle3"], "--selector-rank is 4: it has no meaning for --method eagle3"),
         (
             ["--start-from", "bytes", "--method", "eagle3"],
             "--start-from is bytes: it has no meaning for --method eagle3",

@@ -31,7 +31,7 @@ from torch_dflash.train.export import export
 from torch_dflash.train.features import device_features
 from torch_dflash.train.loop import train
 from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, places_among, selector_loss
-from torch_dflash.train.objective import ABSENT
+from torch_dflash.train.objective import ABSENT, Candidates
 from torch_dflash.train.selector import PART, start_maps, stillness, tables, with_selector
 from torch_dflash.train.start import trained_already, trainer_of
 from torch_dflash.train.trainer import TrainPlan
@@ -201,6 +201,19 @@ def test_a_drafter_that_has_one_is_trained_with_it(tmp_path: Path, capsys: pytes
     assert cli.main(again) == 2
     assert "--selector-rank is 6: drafter" in capsys.readouterr().err
     assert not (tmp_path / "three" / "drafter").exists()
+
+
+def test_more_candidates_than_tokens(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Refused for a target with fewer tokens; where the loss of a step runs over fewer, all of them are candidates."""
+    shape = ["--layers", "1", "--taps", "2", "--block-size", "4", "--selector-rank", "6", "--selector-top-k", "265"]
+    assert cli.main(run_in(tmp_path / "run", some_answers(), shape)) == 2
+    assert "--selector-top-k is 265: the target's vocab_size is 264, use at most that" in capsys.readouterr().err
+    config, module, maps = second_of(tiny)
+    lowered, frozen = lower_drafter(module, config), frozen_of(tiny)
+    params = take_params(module) | tables(maps, frozen.embedding)
+    few = Candidates(jnp.array([1, 4, 7]), jnp.full(12, ABSENT).at[jnp.array([1, 4, 7])].set(jnp.arange(3)))
+    loss, _ = selector_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(features_of(tiny)), batch_of(12), few)
+    assert np.isfinite(loss)
 
 
 def test_a_new_drafter_may_have_one(tmp_path: Path) -> None:

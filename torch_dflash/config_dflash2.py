@@ -9,7 +9,7 @@ DFLASH_2_FIELDS = {
     *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
     *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
-_MOST_CANDIDATES = 1024  # checkpoints have 16
+MOST_CANDIDATES = 1024  # checkpoints have 16
 
 
 def read_convolution(fields: Fields, block_size: int, hidden_size: int) -> Convolution:
@@ -25,7 +25,7 @@ def read_convolution(fields: Fields, block_size: int, hidden_size: int) -> Convo
 def read_selector(fields: Fields, vocab_size: int) -> Selector:
     """Raises InputError."""
     rank = either(fields, "selector_rank").integer("selector_rank", high=LARGEST_SIZE)
-    most = min(vocab_size, _MOST_CANDIDATES)
+    most = min(vocab_size, MOST_CANDIDATES)
     return Selector(rank, either(fields, "selector_top_k").integer("selector_top_k", high=most))
 
 

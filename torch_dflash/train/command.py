@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from torch_dflash.config import Selector
+from torch_dflash.config_dflash2 import MOST_CANDIDATES
+from torch_dflash.config_fields import LARGEST_SIZE
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
@@ -128,7 +130,11 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
 
 def _selector(args: argparse.Namespace) -> Selector | None:
     if args.selector_rank is not None:
-        return Selector(args.selector_rank, args.selector_top_k or SELECTOR_TOP_K)
+        top_k = SELECTOR_TOP_K if args.selector_top_k is None else args.selector_top_k
+        return Selector(
+            checked_integer(args.selector_rank, "--selector-rank", 1, LARGEST_SIZE),
+            checked_integer(top_k, "--selector-top-k", 1, MOST_CANDIDATES),
+        )
     if args.selector_top_k is not None:
         raise InputError(f"--selector-top-k is {args.selector_top_k}: it needs --selector-rank, or leave it out")
     return None

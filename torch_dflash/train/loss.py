@@ -173,7 +173,8 @@ def _choice_loss(
     before it are right), and `stillness`."""
     assert drafter.edges is not None and drafter.config.selector is not None
     labels, inside = labels_behind(batch, logits.shape[2])
-    _, near = best(jax.lax.stop_gradient(logits), drafter.config.selector.top_k)
+    count = min(drafter.config.selector.top_k, logits.shape[-1])
+    _, near = best(jax.lax.stop_gradient(logits), count)
     ids = near if candidates is None else candidates.ids[near]
     anchor_ids = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
     before = jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=2)[..., None]
