@@ -28,9 +28,9 @@ from torch_dflash.train.features import signal_function
 from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, packed_attention
 from torch_dflash.train.objective import (
     ABSENT,
-    Candidates,
     Frozen,
     Objective,
+    Subset,
     Teacher,
     dynamic_weights,
     labels_behind,
@@ -189,18 +189,18 @@ def test_padding_and_unused_anchors_change_nothing(tiny: Loaded):
     np.testing.assert_array_equal(one, two)
 
 
-def test_candidates_that_are_the_whole_vocabulary_change_nothing(tiny: Loaded):
+def test_a_subset_that_is_the_whole_vocabulary_changes_nothing(tiny: Loaded):
     batch, features = batch_of(12), jnp.asarray(features_of(tiny))
     lowered, params = lowered_of(tiny)
     order = np.random.default_rng(0).permutation(12).astype(np.int32)
-    every = Candidates(jnp.asarray(order), jnp.asarray(np.argsort(order).astype(np.int32)))
+    every = Subset(jnp.asarray(order), jnp.asarray(np.argsort(order).astype(np.int32)))
     one, first = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, None)
     two, second = block_loss(lowered, EXPONENTIAL, params, frozen_of(tiny), features, batch, every)
     np.testing.assert_allclose(one, two, rtol=1e-6)
     np.testing.assert_allclose(first.tau, second.tau)
 
 
-def test_teachers_tokens_outside_the_candidates_are_left_out(tiny: Loaded):
+def test_teachers_tokens_outside_the_subset_are_left_out(tiny: Loaded):
     """As if the teacher had not named them; where it named no other, the hard token counts alone."""
     batch, features = batch_of(12), jnp.asarray(features_of(tiny))
     lowered, params = lowered_of(tiny)
@@ -208,7 +208,7 @@ def test_teachers_tokens_outside_the_candidates_are_left_out(tiny: Loaded):
     absent = sorted(set(range(12)) - set(ids.tolist()))
     index = np.full(12, ABSENT, np.int32)
     index[ids] = np.arange(len(ids))
-    some = Candidates(jnp.asarray(ids), jnp.asarray(index))
+    some = Subset(jnp.asarray(ids), jnp.asarray(index))
 
     def loss(distill: float) -> Callable[[Teacher], jax.Array]:
         objective = Objective("exponential", GAMMA, distill)

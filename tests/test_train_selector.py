@@ -1,6 +1,6 @@
 """Training DFlash 2's selector: its gradient, that nothing else moves, and that it learns.
 
-Letters: R rows, A anchors, K drafts, S candidates.
+Letters: R rows, A anchors, K drafts, C candidates.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ from torch_dflash.train.export import export
 from torch_dflash.train.features import device_features
 from torch_dflash.train.loop import train
 from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, places_among, selector_loss
-from torch_dflash.train.objective import ABSENT, Candidates
+from torch_dflash.train.objective import ABSENT, Subset
 from torch_dflash.train.selector import PART, start_maps, stillness, tables, with_selector
 from torch_dflash.train.start import trained_already, trainer_of
 from torch_dflash.train.trainer import TrainPlan
@@ -211,7 +211,7 @@ def test_more_candidates_than_tokens(tiny: Loaded, tmp_path: Path, capsys: pytes
     config, module, maps = second_of(tiny)
     lowered, frozen = lower_drafter(module, config), frozen_of(tiny)
     params = take_params(module) | tables(maps, frozen.embedding)
-    few = Candidates(jnp.array([1, 4, 7]), jnp.full(12, ABSENT).at[jnp.array([1, 4, 7])].set(jnp.arange(3)))
+    few = Subset(jnp.array([1, 4, 7]), jnp.full(12, ABSENT).at[jnp.array([1, 4, 7])].set(jnp.arange(3)))
     loss, _ = selector_loss(lowered, EXPONENTIAL, params, frozen, jnp.asarray(features_of(tiny)), batch_of(12), few)
     assert np.isfinite(loss)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch_dflash.config import Selector
 from torch_dflash.config_dflash2 import MOST_CANDIDATES
-from torch_dflash.config_fields import LARGEST_SIZE
 from torch_dflash.errors import InputError, checked_integer
 from torch_dflash.train.answers import AnswerPlan
 from torch_dflash.train.batches import BatchPlan
@@ -26,6 +25,7 @@ ONLY = {
     "eagle3": ("draft_vocab_size", "ttt_length"),
 }
 _SHAPE = ("layers", "block_size", "taps", "mask_token_id")  # --start-from has its own
+_SIZES = ("layers", "block_size", "taps", "draft_vocab_size", "ttt_length")
 TTT_LENGTH = 7  # of EAGLE's public training code
 SELECTOR_TOP_K = 16  # of z-lab's checkpoints
 
@@ -94,7 +94,7 @@ def _add_shapes(parser: argparse.ArgumentParser) -> None:
     add("--taps", type=int, help=f"dflash: tapped target layers (default: {dflash.num_taps})")
     start = "dflash: drafter to go on from, a folder, hub id or shipped name; its shape stays"
     add("--start-from", metavar="DRAFTER", help=start)
-    rank = "dflash: adds DFlash 2's candidate selector of this rank; to --start-from it is all that is trained"
+    rank = "dflash: with a new candidate selector of this rank, DFlash 2's; of --start-from all else stays"
     add("--selector-rank", type=int, metavar="N", help=rank)
     top_k = f"dflash: tokens of a position among which it chooses (default: {SELECTOR_TOP_K})"
     add("--selector-top-k", type=int, metavar="N", help=top_k)
@@ -115,7 +115,7 @@ def _drafter_plan(args: argparse.Namespace) -> DrafterPlan | Eagle3Plan:
                 raise InputError(f"{option} is {value}: it has no meaning for --method {args.method}, leave it out")
             if value is not None and name in _SHAPE and args.start_from is not None:
                 raise InputError(f"{option} is {value}: the shape is that of --start-from, leave it out")
-            if value is not None and name not in ("mask_token_id", "start_from"):
+            if value is not None and name in _SIZES:
                 least, why = (2, "the anchor and a draft") if name == "block_size" else (1, "")
                 checked_integer(value, option, least, why=why)
     taps = tuple(args.tap_layers)
@@ -132,7 +132,7 @@ def _selector(args: argparse.Namespace) -> Selector | None:
     if args.selector_rank is not None:
         top_k = SELECTOR_TOP_K if args.selector_top_k is None else args.selector_top_k
         return Selector(
-            checked_integer(args.selector_rank, "--selector-rank", 1, LARGEST_SIZE),
+            checked_integer(args.selector_rank, "--selector-rank", 1),
             checked_integer(top_k, "--selector-top-k", 1, MOST_CANDIDATES),
         )
     if args.selector_top_k is not None:

@@ -21,10 +21,10 @@ from torch_dflash.train.features import causal_attention
 from torch_dflash.train.loss import packed_attention
 from torch_dflash.train.objective import (
     ABSENT,
-    Candidates,
     Frozen,
     Measures,
     Objective,
+    Subset,
     Teacher,
     guess_loss,
     labels_behind,
@@ -77,21 +77,21 @@ def chain_loss(
     frozen: Frozen,
     features: Array,
     batch: Batch,
-    candidates: Candidates | None,
+    subset: Subset | None,
     teacher: Teacher | None = None,
 ) -> tuple[Array, Measures]:
     """The objective over the chains of all anchors. Labels without a row in the head are left out.
 
-    candidates: None; the head has its own, in d2t.
+    subset: None; the head has its own, in d2t.
     """
-    assert candidates is None, "the head's rows are its candidates"
+    assert subset is None, "the head's rows are the subset"
     hidden = chain_hidden(head, params, frozen.embedding, features, batch, num_passes)
     logits = head.logits(params, hidden).astype(jnp.float32)
     rows = rows_of_head(params["d2t"], frozen.embedding.shape[0])
     return guess_loss(objective, logits, batch, rows, teacher)
 
 
-def rows_of_head(d2t: Array, vocab_size: int) -> Candidates:
+def rows_of_head(d2t: Array, vocab_size: int) -> Subset:
     """What the rows of a head stand for, d2t int32[V']."""
     rows = jnp.arange(len(d2t), dtype=jnp.int32)
-    return Candidates(rows + d2t, jnp.full(vocab_size, ABSENT, jnp.int32).at[rows + d2t].set(rows))
+    return Subset(rows + d2t, jnp.full(vocab_size, ABSENT, jnp.int32).at[rows + d2t].set(rows))

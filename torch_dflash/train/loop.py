@@ -17,7 +17,7 @@ from torch_dflash.train.checkpoint import load_state, save_state, write_atomical
 from torch_dflash.train.evaluate import HeldOut
 from torch_dflash.train.features import FeatureStore
 from torch_dflash.train.objective import Measures
-from torch_dflash.train.trainer import Trainer, TrainPlan, TrainState
+from torch_dflash.train.trainer import Trainer, TrainState
 
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 MAY_CHANGE = ("steps", "log_every", "save_every")  # fields of the plan that another start of a run may change
@@ -50,7 +50,7 @@ def run(
     Raises InputError when a checkpoint cannot be written (disk full), and the one before it stays; and for a folder
     whose checkpoint was trained otherwise.
     """
-    state = resume(state, folder, trainer.plan)
+    state = resume(state, folder, trainer)
     begin, pending, first = time.perf_counter(), [], int(state.step)
     trim_log(folder / LOG, first)
     moved, every = state, trainer.plan
@@ -71,24 +71,27 @@ def run(
     return moved
 
 
-def resume(state: TrainState, folder: Path, plan: TrainPlan) -> TrainState:
+def resume(state: TrainState, folder: Path, trainer: Trainer) -> TrainState:
     """The folder's checkpoint, or `state`, whose shape and placement the checkpoint takes. Raises InputError for one
-    that another plan made."""
+    that another plan made, or that was trained on top of other weights."""
     path = folder / CHECKPOINT
     if not path.exists():
         return state
     held, about = load_state(path, state)
-    old, new = about["plan"], asdict(plan)
+    old, new = about["plan"], asdict(trainer.plan)
     changed = [name for name in new if name not in MAY_CHANGE and old.get(name) != new[name]]
     if changed:
         shown = ", ".join(f"{name} {old.get(name)} (now {new[name]})" for name in changed)
         raise InputError(f"{path}: was trained with {shown}; use the same options, or a new folder")
+    if about.get("stays", "") != trainer.stays:
+        other = f"other weights than those of --start-from {trainer.plan.start_from}"
+        raise InputError(f"{path}: was trained on top of {other}; put those back, or use a new folder")
     return jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), held, state)
 
 
 def _save(path: Path, state: TrainState, number: int, trainer: Trainer) -> None:
     try:
-        save_state(path, state, {"step": number, "plan": asdict(trainer.plan)})
+        save_state(path, state, {"step": number, "plan": asdict(trainer.plan), "stays": trainer.stays})
     except OSError as error:
         reason = f"the checkpoint of step {number} cannot be written ({error.strerror or error})"
         raise InputError(f"{path}: {reason}; the one before it is whole: make room and run again") from None

@@ -1,7 +1,8 @@
 """DFlash's training loss: randomly anchored blocks, many of them packed behind one text.
 
 Letters: R rows, T padded length, A anchors, B block_size, X feature width, E hidden size, H query heads, K key/value
-heads, G = H / K, d head_dim, n = B - 1, C vocabulary of the loss, S candidates of a selector, N tokens.
+heads, G = H / K, d head_dim, n = B - 1, S the loss's subset of the vocabulary, C candidates of a selector,
+N tokens.
 """
 
 from dataclasses import replace
@@ -23,10 +24,10 @@ from torch_dflash.models.drafter import Drafter
 from torch_dflash.train.batches import Batch
 from torch_dflash.train.objective import (
     ABSENT,
-    Candidates,
     Frozen,
     Measures,
     Objective,
+    Subset,
     Teacher,
     guess_loss,
     labels_behind,
@@ -115,16 +116,16 @@ def block_loss(
     frozen: Frozen,
     features: Array,
     batch: Batch,
-    candidates: Candidates | None,
+    subset: Subset | None,
     teacher: Teacher | None = None,
 ) -> tuple[Array, Measures]:
     """The objective over all blocks of a batch; with a selector its own is added, and the measures are of what it
-    chooses. Every label must be among the candidates."""
-    hidden, logits = _block_logits(drafter, params, frozen, features, batch, candidates)
-    loss, measures = guess_loss(objective, logits, batch, candidates, teacher)
+    chooses. Every label must be in the subset."""
+    hidden, logits = _block_logits(drafter, params, frozen, features, batch, subset)
+    loss, measures = guess_loss(objective, logits, batch, subset, teacher)
     if drafter.edges is None:
         return loss, measures
-    chosen, measures = _choice_loss(drafter, objective, params, hidden, logits, batch, candidates, teacher)
+    chosen, measures = _choice_loss(drafter, objective, params, hidden, logits, batch, subset, teacher)
     return loss + chosen, replace(measures, loss=loss + chosen)
 
 
@@ -135,12 +136,12 @@ def selector_loss(
     frozen: Frozen,
     features: Array,
     batch: Batch,
-    candidates: Candidates | None,
+    subset: Subset | None,
     teacher: Teacher | None = None,
 ) -> tuple[Array, Measures]:
     """The selector's part of `block_loss`, for a drafter whose other parameters stay."""
-    hidden, logits = _block_logits(drafter, params, frozen, features, batch, candidates)
-    return _choice_loss(drafter, objective, params, hidden, logits, batch, candidates, teacher)
+    hidden, logits = _block_logits(drafter, params, frozen, features, batch, subset)
+    return _choice_loss(drafter, objective, params, hidden, logits, batch, subset, teacher)
 
 
 def _block_logits(
@@ -149,13 +150,13 @@ def _block_logits(
     frozen: Frozen,
     features: Array,
     batch: Batch,
-    candidates: Candidates | None,
+    subset: Subset | None,
 ) -> tuple[Array, Array]:
-    """Normed hidden states [R,A,n,E] of the guesses, and their logits f32[R,A,n,C]."""
+    """Normed hidden states [R,A,n,E] of the guesses, and their logits f32[R,A,n,S]."""
     assert frozen.head is not None
     hidden = block_hidden(drafter, params, frozen.embedding, features, batch.token_ids, batch.anchors)[:, :, 1:]
-    head = frozen.head if candidates is None else take_rows(frozen.head, candidates.ids)
-    logits = jnp.einsum("rabe,ce->rabc", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    head = frozen.head if subset is None else take_rows(frozen.head, subset.ids)
+    logits = jnp.einsum("rabe,se->rabs", hidden, head.astype(hidden.dtype), preferred_element_type=jnp.float32)
     return hidden, scale_logits(drafter.config.scales, logits)
 
 
@@ -166,21 +167,15 @@ def _choice_loss(
     hidden: Array,
     logits: Array,
     batch: Batch,
-    candidates: Candidates | None,
+    subset: Subset | None,
     teacher: Teacher | None,
 ) -> tuple[Array, Measures]:
     """The objective over each position's likeliest tokens, behind the right token before it (where a guess counts, all
     before it are right), and `stillness`."""
-    assert drafter.edges is not None and drafter.config.selector is not None
     labels, inside = labels_behind(batch, logits.shape[2])
-    count = min(drafter.config.selector.top_k, logits.shape[-1])
-    _, near = best(jax.lax.stop_gradient(logits), count)
-    ids = near if candidates is None else candidates.ids[near]
     anchor_ids = jnp.take_along_axis(batch.token_ids, batch.anchors, axis=1)
-    before = jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=2)[..., None]
-    blocks = (x.reshape(-1, *x.shape[2:]) for x in (hidden, before, ids))
-    edges = drafter.edges(params, *blocks).reshape(ids.shape)
-    scores = jnp.take_along_axis(logits, near, axis=-1) + edges
+    before = jnp.concatenate([anchor_ids[:, :, None], labels[:, :, :-1]], axis=2)
+    ids, scores, edges = _candidates(drafter, params, hidden, logits, before, subset)
     behind = taught(objective, teacher, batch, logits.shape[2])
     placed = None if behind is None else replace(behind, ids=places_among(behind.ids, ids))
     right = places_among(labels[..., None], ids)[..., 0]
@@ -189,7 +184,21 @@ def _choice_loss(
     return loss, replace(measures, loss=loss)
 
 
+def _candidates(
+    drafter: DrafterFunctions, params: Params, hidden: Array, logits: Array, before: Array, subset: Subset | None
+) -> tuple[Array, Array, Array]:
+    """Of each position's likeliest tokens the ids int32[R,A,n,C], the selector's scores f32[R,A,n,C], and the part of
+    them that depends on the token before, int32[R,A,n]."""
+    assert drafter.edges is not None and drafter.config.selector is not None
+    count = min(drafter.config.selector.top_k, logits.shape[-1])
+    _, near = best(jax.lax.stop_gradient(logits), count)
+    ids = near if subset is None else subset.ids[near]
+    blocks = (x.reshape(-1, *x.shape[2:]) for x in (hidden, before[..., None], ids))
+    edges = drafter.edges(params, *blocks).reshape(ids.shape)
+    return ids, jnp.take_along_axis(logits, near, axis=-1) + edges, edges
+
+
 def places_among(wanted: Array, ids: Array) -> Array:
-    """int32[...,N]: where each of `wanted` [...,N] stands in ids [...,S], ABSENT if nowhere."""
+    """int32[...,N]: where each of `wanted` [...,N] stands in ids [...,C], ABSENT if nowhere."""
     same = wanted[..., :, None] == ids[..., None, :]
     return jnp.where(same.any(axis=-1), same.argmax(axis=-1), ABSENT)

@@ -1,7 +1,7 @@
 """What is minimised: cross-entropy of guesses behind anchors, weighted by their positions. See `loss.py` and
 `eagle_loss.py` for whose guesses they are.
 
-Letters: R rows, T padded length, A anchors, n guesses behind each, V vocabulary, C candidates, N teacher's tokens a
+Letters: R rows, T padded length, A anchors, n guesses behind each, V vocabulary, S subset of it, N teacher's tokens a
 position, E hidden size, P places.
 """
 
@@ -34,8 +34,8 @@ class Frozen:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Candidates:
-    """The part of the vocabulary that the loss runs over: ids int32[C], and index int32[V], the place of each id in
+class Subset:
+    """The part of the vocabulary that the loss runs over: ids int32[S], and index int32[V], the place of each id in
     it, ABSENT for those that are not.
 
     A label that is not among the ids is no part of the loss, and counts as a wrong guess in the measures. `None` in
@@ -60,7 +60,8 @@ class Teacher:
 class Measures:
     """Of one batch, as if each of its anchors were one decoding step.
 
-    tau: tokens that a step would keep. accuracy [n]: share of right guesses at k = 1..n inside the texts.
+    tau: tokens that a step would keep. accuracy [n]: share of right guesses at k = 1..n inside the texts; of a selector
+    with the right token before each, so that it says more than of a drafter without.
     acceptance [n]: share of the steps in which guess k and all before it are right, so it falls with k.
     """
 
@@ -70,8 +71,8 @@ class Measures:
     acceptance: Array
 
 
-# f(params, frozen, features [R,T,X], batch, candidates, teacher) -> the loss to be minimised, and what it came to
-Loss = Callable[[Any, Frozen, Array, Batch, Candidates | None, Teacher | None], tuple[Array, Measures]]
+# f(params, frozen, features [R,T,X], batch, subset, teacher) -> the loss to be minimised, and what it came to
+Loss = Callable[[Any, Frozen, Array, Batch, Subset | None, Teacher | None], tuple[Array, Measures]]
 
 
 @dataclass(frozen=True)
@@ -135,14 +136,14 @@ def position_weights(objective: Objective, right: Array, counted: Array, used: A
 
 
 def guess_loss(
-    objective: Objective, logits: Array, batch: Batch, candidates: Candidates | None, teacher: Teacher | None
+    objective: Objective, logits: Array, batch: Batch, subset: Subset | None, teacher: Teacher | None
 ) -> tuple[Array, Measures]:
-    """The objective for float32 logits [R,A,n,C] of the tokens behind the anchors. A teacher is needed when it
+    """The objective for float32 logits [R,A,n,S] of the tokens behind the anchors. A teacher is needed when it
     distills."""
     labels, inside = labels_behind(batch, logits.shape[2])
 
     def place(ids: Array) -> Array:
-        return ids if candidates is None else candidates.index[ids]
+        return ids if subset is None else subset.index[ids]
 
     behind = taught(objective, teacher, batch, logits.shape[2])
     placed = None if behind is None else replace(behind, ids=place(behind.ids))

@@ -21,7 +21,7 @@ from torch_dflash.train.features import FeatureStore, cache_features, device_fea
 from torch_dflash.train.loop import LOG, run, train
 from torch_dflash.train.plot import plot_log
 from torch_dflash.train.recipe import Recipe
-from torch_dflash.train.start import start, start_folder
+from torch_dflash.train.start import check_start, start
 from torch_dflash.train.texts import make_answers, prepare
 from torch_dflash.train.trainer import Trainer, TrainState
 
@@ -38,12 +38,7 @@ def make_drafter(target: str, groups: Sequence[Sequence[str]], recipe: Recipe, f
     folder.mkdir(parents=True, exist_ok=True)
     platform = replace(own_platform(), stacked=False)  # bulk answers keep a cache for each layer
     pair = load_pair(target, None, recipe.training.compute, platform=platform)
-    first, selector = recipe.training.start_from, recipe.training.selector
-    if selector is not None and selector.top_k > pair.target.config.vocab_size:
-        limit = f"the target's vocab_size is {pair.target.config.vocab_size}"
-        raise InputError(f"--selector-top-k is {selector.top_k}: {limit}, use at most that")
-    if first is not None:
-        start_folder(first, pair.target.config, selector)  # not after hours of answering
+    check_start(pair.target.config, recipe.training)  # not after hours of answering
     held_out = make_held_out(pair, recipe.held_out)
     data = prepare(make_answers(pair, groups, recipe, folder), recipe.batches.max_tokens)
     if len(data.lengths) < recipe.batches.rows:

@@ -22,9 +22,11 @@ _PROJECTION = PART + "hidden_projection.weight"
 
 
 def with_selector(config: DrafterConfig, selector: Selector) -> DrafterConfig:
-    """A DFlash v1 drafter's config as DFlash 2's, with convolutions that change nothing: one position, all channels
-    together."""
-    return replace(config, selector=selector, convolution=Convolution(1, config.block.hidden_size))
+    """A drafter's config with this selector. A DFlash v1 drafter becomes one of DFlash 2, with convolutions that change
+    nothing: one position, all channels together."""
+    return replace(
+        config, selector=selector, convolution=config.convolution or Convolution(1, config.block.hidden_size)
+    )
 
 
 def start_maps(selector: Selector, size: int, seed: int) -> Params:
@@ -62,7 +64,7 @@ def _product(left: Array, right: Array) -> Array:
 
 
 def stillness(edges: Array, used: Array) -> Array:
-    """How much the edges f32[R,A,S] behind the anchors differ among themselves. The drafter knows the anchor: what it
+    """How much the edges f32[R,A,C] behind the anchors differ among themselves. The drafter knows the anchor: what it
     has not learnt of it in training, the selector would only learn by heart."""
     spread = jnp.square(edges - edges.mean(axis=-1, keepdims=True)).mean(axis=-1)
     return (spread * used).sum() / jnp.maximum(used.sum(), 1)

@@ -8,7 +8,7 @@ import torch
 from jax.sharding import Mesh
 
 from bridge.views import Params, take_params
-from torch_dflash.config import DrafterConfig, Eagle3Config, Selector, TargetConfig
+from torch_dflash.config import DrafterConfig, Eagle3Config, TargetConfig
 from torch_dflash.config_reader import check_pair, read_drafter_config
 from torch_dflash.errors import InputError
 from torch_dflash.hub import resolve_draft
@@ -37,7 +37,7 @@ def start(
         if plan.selector is None:
             return trainer_of(module, config, params, data, plan, mesh)
         config = with_selector(config, plan.selector)
-        return trainer_of(widened(module, config), config, params, data, plan, mesh, PART)
+        return trainer_of(widened(module, config), config, params, data, plan, mesh, only_selector=True)
     if isinstance(drafter, DrafterPlan):
         config = settled_config(pair, data, drafter)
         config = config if plan.selector is None else with_selector(config, plan.selector)
@@ -67,16 +67,27 @@ def trained_already(name: str, target: TargetConfig) -> tuple[DrafterConfig, Dra
     return load_drafter(start_folder(name, target), torch.float32)
 
 
-def start_folder(name: str, target: TargetConfig, selector: Selector | None = None) -> Path:
+def check_start(target: TargetConfig, plan: TrainPlan) -> None:
+    """Raises InputError for a drafter to go on from or a new selector that does not fit the target."""
+    if plan.start_from is not None:
+        start_folder(plan.start_from, target)
+    if plan.selector is None:
+        return
+    for option, value, field, most in (
+        ("--selector-top-k", plan.selector.top_k, "vocab_size", target.vocab_size),
+        ("--selector-rank", plan.selector.rank, "hidden_size", target.block.hidden_size),
+    ):
+        if value > most:
+            raise InputError(f"{option} is {value}: the target's {field} is {most}, use at most that")
+
+
+def start_folder(name: str, target: TargetConfig) -> Path:
     """Of a drafter to go on from: a folder, a hub id or a shipped name. Raises InputError for one that does not fit the
-    target, that the loss cannot train, or that has a selector where one is to be added; no weight is read."""
+    target or that the loss cannot train; no weight is read."""
     folder = resolve_draft(name)
     config = read_drafter_config(folder)
     check_pair(target.shape, config)
     check_trainable(config)
-    if selector is not None and config.selector is not None:
-        reason = f"drafter {name} has a selector already: leave it out, and it is trained with the rest"
-        raise InputError(f"--selector-rank is {selector.rank}: {reason}")
     return folder
 
 
@@ -87,23 +98,27 @@ def trainer_of(
     data: Data,
     plan: TrainPlan,
     mesh: Mesh | None,
-    part: str = "",
+    only_selector: bool = False,
 ) -> tuple[Trainer, TrainState]:
-    """A DFlash drafter, float32, ready to train. part: beginning of the names of what is trained; empty for all, else
-    the selector's. A selector of the plan is new: its maps are trained."""
+    """A DFlash drafter, float32, ready to train. only_selector: all else of it stays. A selector of the plan is new: its
+    maps are trained."""
     lowered = lower_drafter(module, config)
     params, buffers = split_buffers(take_params(module))
-    stays = {name: params.pop(name) for name in list(params) if not name.startswith(part)}
+    maps: Params = {}
     if plan.selector is not None:
-        rest = {name: value for name, value in params.items() if not name.startswith(PART)}
-        params = rest | start_maps(plan.selector, config.block.hidden_size, plan.seed)
+        params = {name: value for name, value in params.items() if not name.startswith(PART)}
+        maps = start_maps(plan.selector, config.block.hidden_size, plan.seed)
+    stays, trained = (params, maps) if only_selector else ({}, params | maps)
     embedding = target_params["embed_tokens.weight"]
     frozen = Frozen(embedding, target_params.get("lm_head.weight", embedding), stays)
-    # A selector's candidates come from the whole vocabulary, as they will when it decodes.
-    vocabulary = None if plan.negatives is None or stays else label_vocabulary(data)
-    loss = partial(selector_loss if stays else block_loss, lowered, _objective(plan, gamma_of(config.block_size)))
+    # A selector alone learns among the candidates that it will have when it decodes. The logits of all tokens are cheap
+    # then: they need no gradient.
+    vocabulary = None if plan.negatives is None or only_selector else label_vocabulary(data)
+    loss = partial(
+        selector_loss if only_selector else block_loss, lowered, _objective(plan, gamma_of(config.block_size))
+    )
     trainer = Trainer(lowered, loss, frozen, buffers, plan, vocabulary, mesh)
-    return trainer, trainer.start(params)
+    return trainer, trainer.start(trained)
 
 
 def make_head_trainer(

@@ -1,6 +1,7 @@
 """One training step: AdamW on a lowered drafter. The data of a step depends on nothing but its number."""
 
 import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import safetensors.numpy
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -17,7 +19,7 @@ from torch_dflash.block import DrafterFunctions
 from torch_dflash.config import Selector
 from torch_dflash.propose_eagle import Eagle3Functions
 from torch_dflash.train.batches import Batch, generator
-from torch_dflash.train.objective import ABSENT, Candidates, Frozen, Loss, Measures, Teacher
+from torch_dflash.train.objective import ABSENT, Frozen, Loss, Measures, Subset, Teacher
 from torch_dflash.train.selector import tables
 
 BUFFERS = ("rotary.inv_freq", "d2t")  # part of a module's state, never trained, never cast
@@ -28,8 +30,8 @@ class TrainPlan:
     """How a drafter is trained. weights, gamma, distill: the `Objective`; gamma None: 4, 5, 7 for blocks of 8, 10, 16,
     and weights 0.8^i for an EAGLE-3 head. ttt_length: passes that such a head is unrolled over; None for DFlash.
 
-    start_from: the drafter to go on from; None: one made of the target's layers. selector: DFlash 2's, to be added; to
-    a drafter to go on from, whose other parameters then stay.
+    start_from: the drafter to go on from; None: one made of the target's layers. selector: DFlash 2's, a new one; of a
+    drafter to go on from the other parameters then stay.
     negatives: ids drawn in each step beside those of the texts, for the loss's vocabulary; None: the whole vocabulary.
     compute: "bfloat16" or "float32", for products; parameters and optimiser state are float32.
     """
@@ -110,7 +112,16 @@ class Trainer:
 
     def whole(self, params: Params) -> Params:
         """All of the drafter's parameters, from the trained ones."""
-        return tables(params, self.frozen.embedding) | self.frozen.drafter | self.buffers
+        return self._merged(params, self._frozen)
+
+    def _merged(self, params: Params, frozen: Frozen) -> Params:
+        return tables(params, frozen.embedding) | frozen.drafter | self.buffers
+
+    @functools.cached_property
+    def stays(self) -> str:
+        """Says of which values the drafter's parameters are that are not trained; empty where all are."""
+        held = {name: np.asarray(value) for name, value in sorted(self.frozen.drafter.items())}
+        return hashlib.sha256(safetensors.numpy.save(held)).hexdigest()[:16] if held else ""
 
     @property
     def _everywhere(self) -> Any:
@@ -123,10 +134,10 @@ class Trainer:
         if self.mesh is not None:
             spread = NamedSharding(self.mesh, PartitionSpec("data"))
             batch, features, teacher = jax.device_put((batch, features, teacher), spread)
-        candidates = self.candidates(number)
-        return self._compiled(state, np.float32(steps), self._frozen, features, batch, candidates, teacher)
+        subset = self.subset(number)
+        return self._compiled(state, np.float32(steps), self._frozen, features, batch, subset, teacher)
 
-    def candidates(self, number: int) -> Candidates | None:
+    def subset(self, number: int) -> Subset | None:
         """The label vocabulary and, beside it, ids drawn afresh for each step."""
         if self.vocabulary is None:
             return None
@@ -135,7 +146,7 @@ class Trainer:
         ids = np.concatenate([self.vocabulary, drawn])
         index = np.full(self.frozen.embedding.shape[0], ABSENT, np.int32)
         index[ids] = np.arange(len(ids))
-        return Candidates(ids, index)
+        return Subset(ids, index)
 
     @functools.cached_property
     def _other_ids(self) -> np.ndarray:
@@ -149,8 +160,7 @@ class Trainer:
     def cast_loss(self, params: Params, frozen: Frozen, features: Any, *data: Any) -> tuple[Array, Measures]:
         """The loss, with products in the plan's dtype. `params` are the trained ones."""
         params, frozen, features = jax.tree.map(lambda x: x.astype(self.plan.compute), (params, frozen, features))
-        whole = tables(params, frozen.embedding) | frozen.drafter | self.buffers
-        return self.loss(whole, frozen, features, *data)
+        return self.loss(self._merged(params, frozen), frozen, features, *data)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., tuple[TrainState, Measures]]:

@@ -14,6 +14,7 @@ from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetCo
 from torch_dflash.config_draft import default_target_layer_ids
 from torch_dflash.errors import InputError
 from torch_dflash.models.drafter import Drafter
+from torch_dflash.train.selector import PART
 
 
 def default_taps(num_layers: int, count: int) -> tuple[int, ...]:
@@ -75,8 +76,9 @@ def warm_start(config: DrafterConfig, target: Params) -> Drafter:
 
 
 def widened(drafter: Drafter, config: DrafterConfig) -> Drafter:
-    """A drafter's weights under a config that has more; what is new changes nothing."""
-    whole, held = Drafter(config, drafter.embed_tokens is not None), drafter.state_dict()
+    """A drafter's weights under a config with a new selector; what is new changes nothing."""
+    whole = Drafter(config, drafter.embed_tokens is not None)
+    held = {name: value for name, value in drafter.state_dict().items() if not name.startswith(PART)}
     whole.load_state_dict({name: held.get(name, _neutral(name, t)) for name, t in whole.state_dict().items()})
     return whole.requires_grad_(False)
 
