@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from torch_dflash import Result, Sampling, generate, load_pair, reference
-from torch_dflash.block import select, tokens_before
+from torch_dflash.block import LIKELIEST, select, tokens_before
 from torch_dflash.config import Convolution, Scales, Selector
 from torch_dflash.config_reader import read_drafter_config
 from torch_dflash.errors import InputError
@@ -159,10 +159,10 @@ def test_bfloat16_texts_are_plain_decodings(tiny2: Loaded) -> None:
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("vocab_size", [5, 128, 1000])
+@pytest.mark.parametrize("vocab_size", [5, 128, 1000, 1536, 3200])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_best_are_the_largest(vocab_size: int, dtype: str) -> None:
-    """No two are alike, so a wrong place has a wrong value."""
+    """In float32 no two are alike, so a wrong place has a wrong value; in bfloat16 many are."""
     rng = np.random.default_rng(vocab_size)
     if dtype == "bfloat16":  # all of them are exact
         values = rng.permuted(np.broadcast_to(np.arange(vocab_size) % 251, (2, 3, vocab_size)), axis=-1)
@@ -188,7 +188,7 @@ def test_several_hold_the_choice() -> None:
     """With edges of zero the selector chooses what `choose` chooses: drawn, filtered, penalised or greedy."""
     asked = [
         Sampling(temperature=0.9, seed=0),
-        Sampling(temperature=0.9, seed=1, top_p=0.7, presence_penalty=0.5),
+        Sampling(temperature=0.9, seed=1, top_k=9, presence_penalty=0.5),
         Sampling(),
         Sampling(presence_penalty=1.5),
     ]
@@ -198,7 +198,7 @@ def test_several_hold_the_choice() -> None:
     start = jnp.array([4, 5, 6, 7], jnp.int32)
     one, _ = jax.jit(choose)(logits, ids, start, options)
     several = jax.jit(choose.several, static_argnames="count")(logits, ids, start, options, count=6)
-    chosen = select(several, jnp.zeros((4, 3, 6, 6)))
+    chosen = select(several, jnp.zeros((4, 3, 6, 6)), lambda logits: choose.keep(logits, options))
     np.testing.assert_array_equal(chosen, one)
     np.testing.assert_allclose(several.scale, [1 / 0.9, 1 / 0.9, 1, 1], rtol=1e-6)
     assert (one != logits.argmax(-1)).any()
@@ -209,9 +209,13 @@ def test_select_walks_from_left_to_right() -> None:
     ids = jnp.arange(3)[None, :, None] * 10 + jnp.arange(2)[None, None]
     scores = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
     edges = jnp.zeros((1, 3, 2, 2)).at[0, 1, 0, 1].set(3.0).at[0, 2, 1, 0].set(3.0).at[0, 2, 0, 1].set(9.0)
-    several = Several(ids, scores, jnp.ones(1))
-    assert select(several, edges).tolist() == [[0, 11, 20]]
-    assert select(replace(several, scale=jnp.full(1, 0.1)), edges).tolist() == [[0, 10, 21]]
+    several = Several(ids, scores, jnp.zeros_like(scores), jnp.ones(1))
+    assert select(several, edges, LIKELIEST.keep).tolist() == [[0, 11, 20]]
+    assert select(replace(several, scale=jnp.full(1, 0.1)), edges, LIKELIEST.keep).tolist() == [[0, 10, 21]]
+    noise = jnp.zeros_like(scores).at[0, 0, 1].set(2.0)
+    assert select(replace(several, noise=noise), edges, LIKELIEST.keep).tolist() == [[1, 10, 21]]
+    first = jnp.array([0.0, -jnp.inf])
+    assert select(several, edges, lambda logits: logits + first).tolist() == [[0, 10, 20]]
     assert tokens_before(jnp.array([7]), ids).tolist() == [[[7, 7], [0, 1], [10, 11]]]
 
 
@@ -233,7 +237,8 @@ def test_convolutions_see_their_own_block_alone() -> None:
         ({"final_logit_softcapping": -1.0}, "final_logit_softcapping", ">= 0"),
         ({"output_multiplier": 0}, "output_multiplier", "> 0"),
         ({"use_swa": True}, "use_swa", "Model-Optimizer"),
-        ({"markov_rank": 4}, "markov_rank", "not part of DFlash v1"),
+        ({"swa_window_size": 512}, "swa_window_size", "Model-Optimizer"),
+        ({"markov_rank": 4}, "markov_rank", "not part of DFlash 2; use a drafter without it"),
     ],
 )
 def test_refusals(changes: dict[str, Any], field: str, reason: str, tmp_path: Path) -> None:
@@ -242,6 +247,37 @@ def test_refusals(changes: dict[str, Any], field: str, reason: str, tmp_path: Pa
     with pytest.raises(InputError) as error:
         drafter(tmp_path, architectures=["DFlash2DraftModel"], dflash_config=own)
     assert_line(error.value, str(tmp_path / "config.json"), field, reason)
+
+
+def test_the_twins_drafts_in_bfloat16() -> None:
+    """The selector adds in float32; as many drafts as in float32, and mostly the same."""
+
+    def drafts(dtype: torch.dtype) -> list[list[int]]:
+        _, target = load_target(GOLDEN / "dflash2" / "target", dtype)
+        config, drafter = load_drafter(GOLDEN / "dflash2" / "draft", dtype)
+        contexts = [tokens for _, tokens, _ in golden_steps()]
+        features = [reference.target_pass(target, tokens[:-1], config.target_layer_ids)[1] for tokens in contexts]
+        pairs = zip(features, contexts, strict=True)
+        return [reference.draft_ids(target, drafter, config, seen, tokens[-1]) for seen, tokens in pairs]
+
+    wide, narrow = drafts(torch.float32), drafts(torch.bfloat16)
+    assert [len(ids) for ids in narrow] == [len(ids) for ids in wide]
+    first = [a[0] == b[0] for a, b in zip(wide, narrow, strict=True)]
+    assert sum(first) > len(first) / 2
+
+
+def test_v1_drafters_may_have_scales(tmp_path: Path) -> None:
+    """As in `dflash` 0.1.0; the drafts are the slow twin's, and other than without."""
+    write_random_target(tmp_path / "target")
+    write_drafter(tmp_path / "draft", dflash_config={**DRAFTER["dflash_config"], **SCALES})
+    scaled = load(tmp_path)
+    assert scaled.config.scales == Scales(0.7, 0.6, 4.0) and scaled.config.selector is None
+    trace = list(generate(scaled.pair, prompt_of(9), 16, ignore_eos=True, trace=True)[0].trace or ())
+    with_scales, without = (
+        reference.dflash(scaled.target, scaled.drafter, config, prompt_of(9), 16)[1]
+        for config in (scaled.config, replace(scaled.config, scales=Scales()))
+    )
+    assert trace == with_scales != without
 
 
 def test_fields_may_stand_on_either_level(tmp_path: Path) -> None:

@@ -11,17 +11,23 @@ import pytest
 import torch
 from helpers import BYTES_PAIR, Loaded, changed_draft, load, prompt_of, write_drafter, write_target
 from safetensors.torch import load_file, save_file
+from test_dflash2 import second
 
+from bridge.views import take_params
 from torch_dflash import reference
 from torch_dflash.cli import main
-from torch_dflash.config import DefaultRope, DrafterConfig, DraftLayer, YarnRope
+from torch_dflash.config import DefaultRope, DrafterConfig, DraftLayer, Selector, YarnRope
 from torch_dflash.doctor.measure import Outcome, Run, anchors_of, check_texts, compare, measure, verdict
 from torch_dflash.doctor.propose import accepted_drafts, tap
 from torch_dflash.doctor.report import describe_layers
 from torch_dflash.doctor.texts import Text, builtin_prompts, greedy_rows, write_texts
 from torch_dflash.doctor.variants import Inputs, configured, plausible_mistakes
 from torch_dflash.doctor.weights import check_weights
+from torch_dflash.pair import load_drafter
 from torch_dflash.tokenizer import load_tokenizer
+from torch_dflash.train.export import export
+from torch_dflash.train.selector import with_selector
+from torch_dflash.train.warm_start import widened
 
 NEW = 96
 
@@ -105,6 +111,19 @@ def test_the_command_says_so_with_exit_code_1(tmp_path: Path, capsys: pytest.Cap
     assert "set rope_theta to 10000 in the drafter's config.json" in " ".join(out.split())
 
 
+def test_the_command_takes_a_selector_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    config, first = load_drafter(BYTES_PAIR / "draft", torch.float32)
+    wider = with_selector(config, Selector(6, 4))
+    export(wider, take_params(widened(first, wider)), tmp_path)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"import {name}\n"]}) + "\n" for name in ("os", "re", "json")))
+    options = ["--prompts", str(prompts), "--max-new-tokens", "80", "--dtype", "bfloat16", "--json"]
+    assert main(["doctor", "bytes", str(tmp_path), *options]) == 0
+    with_one = json.loads(capsys.readouterr().out)["run"]["own"]
+    assert main(["doctor", "bytes", "bytes", *options]) == 0
+    assert with_one == json.loads(capsys.readouterr().out)["run"]["own"]  # the new selector changes nothing
+
+
 def test_a_random_drafter_is_suspicious(trained: Loaded, tokenizer: Any, texts: list[Text]) -> None:
     random = load(BYTES_PAIR).drafter
     generator = torch.Generator().manual_seed(0)
@@ -174,8 +193,20 @@ LAYERS = (
 )
 
 
+@pytest.fixture(scope="module")
+def tiny2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder = tmp_path_factory.mktemp("dflash2")
+    write_target(folder / "target")
+    write_drafter(folder / "draft", **second())
+    return load(folder)
+
+
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_accepted_drafts_are_those_of_the_reference(layer: DraftLayer, tiny: Loaded) -> None:
+@pytest.mark.parametrize("pair", ["tiny", "tiny2"])
+def test_accepted_drafts_are_those_of_the_reference(
+    layer: DraftLayer, pair: str, request: pytest.FixtureRequest
+) -> None:
+    tiny: Loaded = request.getfixturevalue(pair)
     config = replace(tiny.config, layers=(layer,) * len(tiny.config.layers))
     text = Text(tuple(prompt_of(69)), 9)  # random: the target's own text is the same token over and over
     anchors, variant = anchors_of(text, config.block_size), configured(config)

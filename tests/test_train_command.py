@@ -23,6 +23,8 @@ from torch_dflash.train.records import Answer, append_answers
 
 SMALL = ["--layers", "1", "--taps", "2", "--block-size", "4"]
 HEAD = ["--method", "eagle3", "--tap-layers", "0", "2", "4", "--ttt-length", "2"]
+SECOND = [*SMALL, "--selector-rank", "6"]
+ON_TOP = ["--start-from", str(BYTES_PAIR / "draft"), "--selector-rank", "6", "--distill", "0.5"]
 SHORT = ["--rows", "2", "--anchors", "2", "--steps", "4", "--save-every", "2", "--dtype", "float32"]
 
 
@@ -142,7 +144,7 @@ def test_drafters_that_cannot_be_trained_on(tmp_path: Path, capsys: pytest.Captu
     assert not answers.exists()  # found before any is written
 
 
-@pytest.mark.parametrize("shape", [SMALL, HEAD], ids=["dflash", "eagle3"])
+@pytest.mark.parametrize("shape", [SMALL, HEAD, SECOND, ON_TOP], ids=["dflash", "eagle3", "dflash2", "selector"])
 def test_an_interrupted_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture, shape: list[str]):
     """Interrupted while it writes features, the second checkpoint, the drafter; the disk full in between. The last run
     ends with the bytes of one that nobody disturbed."""
@@ -185,7 +187,8 @@ def test_a_full_disk_while_features_are_reserved(tmp_path: Path, capsys: pytest.
 
 
 def test_rows_spread_over_a_mesh(tmp_path: Path):
-    """--mesh 2 gives the losses of one device; needs a process of its own for the second device."""
+    """--mesh 2 gives the losses of one device and decodes held-out prompts alike, for a new drafter and for a selector
+    on top of another; needs a process of its own for the second device."""
     script = Path(__file__).parent / "mesh_training.py"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, script, tmp_path]
@@ -193,10 +196,13 @@ def test_rows_spread_over_a_mesh(tmp_path: Path):
         command, env=os.environ | flags, capture_output=True, text=True, cwd=script.parent, check=False
     )
     assert done.returncode == 0, done.stderr
-    one, two, odd, many = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    assert (one["code"], one["devices"], two["code"], two["devices"]) == (0, 1, 0, 2)
-    for name in ("loss", "tau", "accuracy"):
-        assert one["log"][name] == pytest.approx(two["log"][name], rel=1e-4)
+    runs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    alone, spread, (odd, many) = runs[:2], runs[2:4], runs[4:]
+    for one, two in zip(alone, spread, strict=True):
+        assert (one["code"], one["devices"], two["code"], two["devices"]) == (0, 1, 0, 2)
+        for name in ("loss", "tau", "accuracy"):
+            assert one["log"][name] == pytest.approx(two["log"][name], rel=1e-4)
+        assert one["held_out"] == two["held_out"]
     assert odd["code"] == many["code"] == 2
     assert "--rows is 3: use a multiple of --mesh, 2" in done.stderr
     assert "--mesh is 3: this machine has 2 device(s), use 1..2" in done.stderr

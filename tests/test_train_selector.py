@@ -3,6 +3,7 @@
 Letters: R rows, A anchors, K drafts, C candidates.
 """
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import BYTES_PAIR, Loaded, golden_pair, write_drafter
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from test_dflash2 import second
 from test_train_command import run_in, some_answers
 from test_train_loop import HELD_OUT, TRAINING_PROMPTS, answers_of
@@ -31,7 +32,7 @@ from torch_dflash.train.export import export
 from torch_dflash.train.features import device_features
 from torch_dflash.train.loop import train
 from torch_dflash.train.loss import block_hidden, block_loss, lower_drafter, places_among, selector_loss
-from torch_dflash.train.objective import ABSENT, Subset
+from torch_dflash.train.objective import ABSENT, Objective, Subset, Teacher
 from torch_dflash.train.selector import PART, start_maps, stillness, tables, with_selector
 from torch_dflash.train.start import trained_already, trainer_of
 from torch_dflash.train.trainer import TrainPlan
@@ -50,30 +51,69 @@ def second_of(tiny: Loaded) -> tuple[Any, Drafter, Params]:
     return config, widened(first, config), moved
 
 
-def eager_selector_loss(tiny: Loaded, drafter: Drafter, features: torch.Tensor) -> torch.Tensor:
-    """Block by block for torch's own autograd: the same candidates, scores and weights."""
+def eager_selector_loss(
+    tiny: Loaded, drafter: Drafter, features: torch.Tensor, objective: Objective, allowed: list[int]
+) -> torch.Tensor:
+    """Block by block for torch's own autograd: the same candidates, scores and weights. allowed: the subset's ids."""
     ids = torch.from_numpy(np.array(batch_of(12).token_ids)).long()
     total, divisor, still = torch.zeros(()), 0.0, []
     for row, anchor in zip(*np.nonzero(USED), strict=True):
         at, end = int(ANCHORS[row, anchor]), int(LENGTHS[row])
         noise = torch.tensor([[int(ids[row, at]), *[tiny.config.mask_token_id] * 3]])
         hidden = eager_block(drafter, features[row], tiny.target.embed(noise), at)[:, 1:]
-        near = tiny.target.logits(hidden)[0].topk(SELECTOR.top_k)
+        losses, right = {}, []
         for k in range(3):
+            near = tiny.target.logits(hidden)[0, k, allowed].topk(SELECTOR.top_k)
+            near_ids = torch.tensor(allowed)[near.indices]
             before = torch.tensor([[[int(ids[row, min(at + k, 11)])]]])
-            edges = drafter.edges(hidden[:, k : k + 1], before, near.indices[None, k : k + 1])[0, 0, 0]
+            edges = drafter.edges(hidden[:, k : k + 1], before, near_ids[None, None])[0, 0, 0]
             if k == 0:
                 still.append((edges - edges.mean()).pow(2).mean())
-            found = (near.indices[k] == ids[row, min(at + k + 1, 11)]).nonzero()
-            if at + k + 1 >= end or not len(found):
-                continue
-            weight = float(np.exp(-k / EXPONENTIAL.gamma))
-            total = total - weight * (near.values[k] + edges).log_softmax(-1)[found[0, 0]]
-            divisor += weight
+            scores = dict(zip(near_ids.tolist(), (near.values + edges).log_softmax(-1), strict=True))
+            label = int(ids[row, min(at + k + 1, 11)])
+            counts = at + k + 1 < end and label in scores
+            right.append(float(scores[label].exp()) if counts else None)
+            if counts:
+                soft = soft_loss(scores, *taught_at(row, at + k), -scores[label])
+                losses[k] = objective.distill * soft - (1 - objective.distill) * scores[label]
+        weights = eager_weights(objective, right)
+        total = total + sum(weights[k] * loss for k, loss in losses.items())
+        divisor += 1 if objective.weights == "dynamic" else sum(weights)
     return total / divisor + torch.stack(still).mean()
 
 
-def test_gradient_is_that_of_eager_torch(tiny: Loaded) -> None:
+def taught_at(row: int, at: int) -> tuple[list[int], list[float]]:
+    """What the teacher says behind token `at`: ids and log-probabilities, coded by their place."""
+    return [(5 * row + 3 * at + n) % 12 for n in range(3)], [-0.3 - 0.1 * row - 0.2 * n * at for n in range(3)]
+
+
+def soft_loss(scores: dict[int, torch.Tensor], ids: list[int], log_probs: list[float], hard: torch.Tensor):
+    """Cross-entropy against those of the teacher's tokens that are candidates, or the hard one where none is."""
+    known = {token: log_prob for token, log_prob in zip(ids, log_probs, strict=True) if token in scores}
+    if not known:
+        return hard
+    shares = torch.tensor(list(known.values())).softmax(0)
+    return -sum(share * scores[token] for share, token in zip(shares, known, strict=True))
+
+
+def eager_weights(objective: Objective, right: list[float | None]) -> list[float]:
+    """Of the guesses of one anchor; right: the probability of the right token, None where there is nothing to learn."""
+    if objective.weights == "exponential":
+        return [0.0 if p is None else float(np.exp(-k / objective.gamma)) for k, p in enumerate(right)]
+    reached = np.cumprod([0.5 + 0.5 * (p or 0.0) for p in right])
+    worth = [0.0 if p is None else float(r) for r, p in zip(reached, right, strict=True)]
+    return [0.0 if p is None else sum(worth[k:]) for k, p in enumerate(right)]
+
+
+SHUFFLED = [9, 0, 3, 7, 1, 11, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("objective", "allowed"),
+    [(EXPONENTIAL, list(range(12))), (Objective("dynamic", 2.0, 0.5), SHUFFLED)],
+    ids=["all ids", "shipped recipe, subset"],
+)
+def test_gradient_is_that_of_eager_torch(tiny: Loaded, objective: Objective, allowed: list[int]) -> None:
     """Of the tables, and through them of the maps."""
     config, module, maps = second_of(tiny)
     features, frozen = features_of(tiny), frozen_of(tiny)
@@ -84,12 +124,17 @@ def test_gradient_is_that_of_eager_torch(tiny: Loaded) -> None:
     assert chosen.keys() == made.keys()
     for parameter in chosen.values():
         parameter.requires_grad_(True)
-    wanted = eager_selector_loss(tiny, eager, torch.from_numpy(features))
+    wanted = eager_selector_loss(tiny, eager, torch.from_numpy(features), objective, allowed)
     wanted.backward()
     lowered, params = lower_drafter(module, config), take_params(module)
+    said = [[taught_at(row, at) for at in range(12)] for row in range(2)]
+    teacher = Teacher(*(jnp.array([[at[part] for at in row] for row in said]) for part in (0, 1)))
+    index = jnp.full(12, ABSENT).at[jnp.array(allowed)].set(jnp.arange(len(allowed)))
+    subset = None if len(allowed) == 12 else Subset(jnp.array(allowed), index)
+    data = frozen, jnp.asarray(features), batch_of(12), subset, teacher
 
     def of_tables(made: Params) -> jax.Array:
-        return selector_loss(lowered, EXPONENTIAL, params | made, frozen, jnp.asarray(features), batch_of(12), None)[0]
+        return selector_loss(lowered, objective, params | made, *data)[0]
 
     value, gradient = jax.jit(jax.value_and_grad(of_tables))(made)
     np.testing.assert_allclose(value, wanted.item(), rtol=1e-5)
@@ -102,6 +147,10 @@ def test_gradient_is_that_of_eager_torch(tiny: Loaded) -> None:
     for kind in ("predecessor", "successor"):
         grad = chosen[f"{PART}{kind}_codebook"].grad
         np.testing.assert_allclose(through[f"{PART}{kind}_map"], (rows.T @ grad).numpy(), rtol=1e-3, atol=1e-4)
+    place, directions = (torch.tensor(np.array(maps[PART + name])) for name in ("place_map", "directions"))
+    grad = chosen[f"{PART}hidden_projection.weight"].grad
+    for name, wanted in (("place_map", grad @ directions.T), ("directions", place.T @ grad)):
+        np.testing.assert_allclose(through[PART + name], wanted.numpy(), rtol=1e-3, atol=1e-4)
 
 
 def test_bfloat16_tables_have_a_gradient(tiny: Loaded) -> None:
@@ -150,7 +199,7 @@ def test_a_new_selector_changes_nothing() -> None:
     assert wider.convolution == Convolution(1, 128)
     plan = TrainPlan(selector=SELECTOR, compute="float32")
     data = make_data(some_answers(), 64)
-    trainer, state = trainer_of(widened(first, wider), wider, pair.params["target"], data, plan, None, PART)
+    trainer, state = trainer_of(widened(first, wider), wider, pair.params["target"], data, plan, None, True)
     assert all(name.startswith(PART) for name in state.params)
     second = replace(
         pair, drafter=trainer.drafter, params=pair.params | {"drafter": trainer.whole(state.params)}, compiled=set()
@@ -160,7 +209,7 @@ def test_a_new_selector_changes_nothing() -> None:
 
 
 def test_the_command_adds_a_selector(tmp_path: Path) -> None:
-    """All else stays, bit for bit in bfloat16; a killed run goes on from its checkpoint."""
+    """All else stays, bit for bit in bfloat16."""
     shape = ["--start-from", str(BYTES_PAIR / "draft"), "--selector-rank", "6", "--selector-top-k", "3"]
     assert cli.main([*run_in(tmp_path / "run", some_answers(), shape), "--learning-rate", "0.01"]) == 0
     folder = tmp_path / "run" / "drafter"
@@ -182,9 +231,9 @@ def test_the_command_adds_a_selector(tmp_path: Path) -> None:
     load_pair(BYTES_PAIR / "target", folder)
 
 
-def test_a_drafter_that_has_one_is_trained_with_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """--start-from a DFlash 2 drafter: everything moves. To add another selector is refused before anything is
-    written."""
+def test_a_drafter_that_has_one_is_trained_with_it_or_gets_another(tmp_path: Path) -> None:
+    """--start-from a DFlash 2 drafter: everything moves; with --selector-rank nothing but the selector, which is what
+    another drafter of the same layers gets."""
     shape = ["--start-from", str(BYTES_PAIR / "draft"), "--selector-rank", "6"]
     assert cli.main([*run_in(tmp_path / "one", some_answers(), shape), "--learning-rate", "0.01"]) == 0
     made = tmp_path / "one" / "drafter"
@@ -196,18 +245,40 @@ def test_a_drafter_that_has_one_is_trained_with_it(tmp_path: Path, capsys: pytes
         "layers.1.mlp_conv.kernel_projection.weight",
     ):
         assert (old[name] != new[name]).any(), name
-    capsys.readouterr()
     again = run_in(tmp_path / "three", some_answers(), ["--start-from", str(made), "--selector-rank", "6"])
-    assert cli.main(again) == 2
-    assert "--selector-rank is 6: drafter" in capsys.readouterr().err
-    assert not (tmp_path / "three" / "drafter").exists()
+    assert cli.main([*again, "--learning-rate", "0.01"]) == 0
+    assert (tmp_path / "three/drafter/model.safetensors").read_bytes() == (made / "model.safetensors").read_bytes()
+
+
+def test_a_selector_is_not_continued_on_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Its checkpoint does not hold the drafter, which is read again from --start-from."""
+    draft = shutil.copytree(BYTES_PAIR / "draft", tmp_path / "draft")
+    command = run_in(tmp_path / "run", some_answers(), ["--start-from", str(draft), "--selector-rank", "6"])
+    assert cli.main(command) == 0
+    weights = load_file(draft / "model.safetensors")
+    save_file(weights | {"norm.weight": weights["norm.weight"] * 2}, draft / "model.safetensors")
+    assert cli.main(command) == 2
+    printed = capsys.readouterr().err
+    assert f"was trained on top of other weights than those of --start-from {draft}; put those back" in printed
+    assert "Traceback" not in printed
 
 
 def test_more_candidates_than_tokens(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Refused for a target with fewer tokens; where the loss of a step runs over fewer, all of them are candidates."""
     shape = ["--layers", "1", "--taps", "2", "--block-size", "4", "--selector-rank", "6", "--selector-top-k", "265"]
-    assert cli.main(run_in(tmp_path / "run", some_answers(), shape)) == 2
-    assert "--selector-top-k is 265: the target's vocab_size is 264, use at most that" in capsys.readouterr().err
+    command = run_in(tmp_path / "run", some_answers(), shape)
+    answers = tmp_path / "run" / "answers.jsonl"
+    answers.unlink()
+    for options, message in (
+        ([], "--selector-top-k is 265: the target's vocab_size is 264, use at most that"),
+        (
+            ["--selector-rank", "129", "--selector-top-k", "4"],
+            "--selector-rank is 129: the target's hidden_size is 128",
+        ),
+    ):
+        assert cli.main([*command, *options]) == 2
+        assert message in capsys.readouterr().err
+        assert not answers.exists()  # found before any is written
     config, module, maps = second_of(tiny)
     lowered, frozen = lower_drafter(module, config), frozen_of(tiny)
     params = take_params(module) | tables(maps, frozen.embedding)
@@ -233,7 +304,7 @@ def test_a_selector_learns(tmp_path: Path) -> None:
         TrainPlan(steps=80, learning_rate=3e-3, weights="dynamic", selector=selector, compute="float32"),
     )
     data, params = make_data(answers_of(pair, TRAINING_PROMPTS, 96, sampled=12), 128), pair.params["target"]
-    trainer, state = trainer_of(widened(first, wider), wider, params, data, plan, None, PART)
+    trainer, state = trainer_of(widened(first, wider), wider, params, data, plan, None, True)
     store = device_features(pair.target, params, config.target_layer_ids, data)
     *_, (state, _) = train(trainer, state, Order(data, BatchPlan(rows=8, anchors=12, max_tokens=128)), store, 80)
     export(wider, trainer.whole(state.params), tmp_path)

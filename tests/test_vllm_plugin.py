@@ -141,8 +141,9 @@ def test_a_missing_name_is_named(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One line with version, name and tested versions, and the runner's names stay as they were."""
-    before = methods(installed)[2]
+    """One line with version, name and tested versions, and the runner's names stay as they were, but that DFlash 2 is
+    refused, whose name vLLM has learnt."""
+    before = methods(installed)
     owner = seam.path.split(".")[0]
     if seam.module == seams.PROPOSER.module:
         monkeypatch.delattr(installed[seam.module], owner)
@@ -156,7 +157,13 @@ def test_a_missing_name_is_named(
     for part in ("tpu-inference 0.26.0", seam.name, *seams.TESTED):
         assert part in record.getMessage()
     assert "\n" not in record.getMessage()
-    assert seam is seams.PROPOSER or methods(installed)[2] is before
+    if seam is seams.PROPOSER:
+        return
+    wrapper, caches, proposer = methods(installed)
+    assert all(vars(one) == vars(other) for one, other in ((wrapper, before[0]), (caches, before[1])))
+    assert isinstance(proposer(config_of("dflash"), None), before[2])
+    with pytest.raises(InputError, match="would take it for DFlash v1"):
+        proposer(config_of("dflash", architecture="DFlash2DraftModel"), None)
 
 
 def test_without_vllm_the_plugin_does_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import Loaded, compilations, load, prompt_of, write_drafter, write_target
+from test_dflash2 import second
 from vllm_runner import Runner, setup_for
 
 from torch_dflash.errors import InputError
@@ -81,11 +82,17 @@ def test_every_proposal_is_that_of_a_full_recompute(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [WINDOWED | {"num_hidden_layers": 2}, {"is_causal": True}, {"head_dim": 64}, {"num_key_value_heads": 4}],
-    ids=["window and full", "causal", "64 wide", "heads"],
+    [
+        WINDOWED | {"num_hidden_layers": 2},
+        {"is_causal": True},
+        {"head_dim": 64},
+        {"num_key_value_heads": 4},
+        second(),
+    ],
+    ids=["window and full", "causal", "64 wide", "heads", "DFlash 2"],
 )
 def test_other_drafters(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Windows, causality, explicit head_dim."""
+    """Windows, causality, explicit head_dim, convolutions and a selector."""
     scenario(Runner(make(tmp_path, **changes), max_rows=3, max_tokens=24, devices=jax.devices()[:1]))
 
 

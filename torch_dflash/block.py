@@ -28,9 +28,10 @@ class Guess:
 
     one: Callable[[Array], Array]  # -> ids int32[R,K]
     several: Callable[[Array, int], Several]  # with C -> the candidates among which a selector chooses
+    keep: Callable[[Array], Array]  # their logits [R,T,C] -> with -inf for what the row excludes
 
 
-LIKELIEST = Guess(greedy, greedy_several)
+LIKELIEST = Guess(greedy, greedy_several, lambda logits: logits)
 
 
 class Ends(Protocol):
@@ -101,7 +102,8 @@ def draft_block(
     if drafter.edges is None or config.selector is None:
         return guess.one(scaled)
     several = guess.several(scaled, config.selector.top_k)
-    return select(several, drafter.edges(params, hidden, tokens_before(anchor, several.ids), several.ids))
+    edges = drafter.edges(params, hidden, tokens_before(anchor, several.ids), several.ids)
+    return select(several, edges, guess.keep)
 
 
 def scale_logits(scales: Scales, logits: Array) -> Array:
@@ -117,16 +119,18 @@ def tokens_before(anchor: Array, candidates: Array) -> Array:
 
 
 @jax.named_scope("select")
-def select(several: Several, edges: Array) -> Array:
-    """int32[R,K]: from left to right, at each position the candidate with the largest sum of its score and its edge
-    from the one chosen before it. edges [R,K,C,C], [r,k,a,b] from a to b; at the first position all a are alike."""
+def select(several: Several, edges: Array, keep: Callable[[Array], Array]) -> Array:
+    """int32[R,K]: from left to right, at each position the candidate with the largest sum of its logit, its edge from
+    the one chosen before it, and its noise. edges [R,K,C,C], [r,k,a,b] from a to b; at the first position all a are
+    alike."""
     edges = edges * several.scale[:, None, None, None]
 
-    def take(at: Array, position: tuple[Array, Array]) -> tuple[Array, Array]:
-        scores, edges = position
-        at = greedy(scores + jnp.take_along_axis(edges, at[:, None, None], axis=1)[:, 0])
+    def take(at: Array, position: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        logits, edges, noise = position
+        behind = logits + jnp.take_along_axis(edges, at[:, None, None], axis=1)[:, 0]
+        at = greedy(keep(behind[:, None])[:, 0] + noise)
         return at, at
 
-    by_position = jnp.moveaxis(several.scores, 1, 0), jnp.moveaxis(edges, 1, 0)
+    by_position = tuple(jnp.moveaxis(x, 1, 0) for x in (several.logits, edges, several.noise))
     _, path = lax.scan(take, jnp.zeros(len(edges), jnp.int32), by_position)
     return jnp.take_along_axis(several.ids, path.T[:, :, None], axis=2)[:, :, 0]

@@ -113,7 +113,7 @@ class Selector:
 @dataclass(frozen=True)
 class Scales:
     """Of noise embeddings, and of logits: multiplied, then bounded to -softcapping..softcapping by tanh (None: not).
-    DFlash 2's, neutral in v1."""
+    From `dflash` 0.1.0 on, in v1 and DFlash 2."""
 
     input_embedding: float = 1.0
     output: float = 1.0

@@ -1,14 +1,12 @@
-"""The DFlash 2 part of a drafter's config, as PyPI dflash 0.1.0 reads it: each field in dflash_config, else at the top
-level."""
+"""What PyPI dflash 0.1.0 has added to a drafter's config: DFlash 2's fields, and scales, which v1 may have too. Each in
+dflash_config, else at the top level."""
 
 from torch_dflash.config import Convolution, Scales, Selector
 from torch_dflash.config_fields import LARGEST_SIZE, Fields
 from torch_dflash.config_layouts import either
 
-DFLASH_2_FIELDS = {
-    *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
-    *("input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
-}
+SCALE_FIELDS = {"input_embedding_scale", "output_multiplier", "final_logit_softcapping"}
+DFLASH_2_FIELDS = {"selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"}
 MOST_CANDIDATES = 1024  # checkpoints have 16
 
 

@@ -2,7 +2,7 @@
 
 from torch_dflash.config import ZLAB, DrafterConfig, DraftLayer, Layout, Scales
 from torch_dflash.config_block import architecture, read_block, refuse_unsupported
-from torch_dflash.config_dflash2 import DFLASH_2_FIELDS, read_convolution, read_scales, read_selector
+from torch_dflash.config_dflash2 import DFLASH_2_FIELDS, SCALE_FIELDS, read_convolution, read_scales, read_selector
 from torch_dflash.config_fields import LARGEST_SIZE, MOST_LAYERS, Fields, string_list
 from torch_dflash.config_layouts import DFLASH_2, SPECULATORS, either
 from torch_dflash.config_rope import read_rope
@@ -27,14 +27,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "gru_hidden_dim": (0,),
     "emb_dim": (0,),
 }
-_ONLY_DFLASH_2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 
 
 def read_draft(fields: Fields, layout: Layout) -> DrafterConfig:
     """All of a drafter's config, from fields in z-lab's terms. Raises InputError."""
     refuse_unsupported(fields, "qwen3")
     second = architecture(fields) == DFLASH_2
-    _refuse_descendants(fields, DFLASH_2_FIELDS if second else set())
+    _refuse_descendants(fields, layout, second)
     layers = fields.integer("num_hidden_layers", high=MOST_LAYERS)
     depth = _if_said(either(fields, "num_target_layers"), "num_target_layers", MOST_LAYERS, layout)
     vocab_size = _if_said(fields, "vocab_size", LARGEST_SIZE, layout)
@@ -57,7 +56,7 @@ def read_draft(fields: Fields, layout: Layout) -> DrafterConfig:
         layout=layout,
         convolution=read_convolution(fields, block_size, block.hidden_size) if second else None,
         selector=read_selector(fields, fields.integer("vocab_size", high=LARGEST_SIZE)) if second else None,
-        scales=read_scales(fields) if second else Scales(),
+        scales=read_scales(fields) if layout == ZLAB else Scales(),
     )
 
 
@@ -73,16 +72,17 @@ def _if_said(fields: Fields, name: str, high: int, layout: Layout) -> int | None
     return None if layout != ZLAB and fields.get(name) is None else fields.integer(name, high=high)
 
 
-def _refuse_descendants(fields: Fields, known: set[str]) -> None:
-    """DFlash's descendants often keep the v1 architecture name; their extra fields, but the known ones, give them
-    away."""
+def _refuse_descendants(fields: Fields, layout: Layout, second: bool) -> None:
+    """DFlash's descendants often keep the v1 architecture name; their extra fields give them away."""
     dflash = fields.child("dflash_config")
+    known = (SCALE_FIELDS if layout == ZLAB else set()) | (DFLASH_2_FIELDS if second else set())
     extra = [(dflash, name) for name in sorted(dflash.values.keys() - _DFLASH_KEYS - known)]
     extra += [(fields, name) for name in sorted((fields.values.keys() & _NEUTRAL.keys()) - known)]
     for part, name in extra:
         if part.get(name) is not None and part.get(name) not in _NEUTRAL.get(name, ()):
-            kind = f"it belongs to {DFLASH_2}, name that" if name in _ONLY_DFLASH_2 else "it is not part of DFlash v1"
-            part.refuse(name, f"{kind}, or use a drafter without it")
+            if layout == ZLAB and name in DFLASH_2_FIELDS:
+                part.refuse(name, f"it belongs to {DFLASH_2}: name that in architectures, or use a drafter without it")
+            part.refuse(name, f"it is not part of DFlash {'2' if second else 'v1'}; use a drafter without it")
 
 
 def _target_layer_ids(fields: Fields, depth: int | None, layers: int) -> tuple[int, ...]:

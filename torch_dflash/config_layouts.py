@@ -44,8 +44,10 @@ def zlab_fields(fields: Fields) -> tuple[Fields, Layout]:
         return _speculators(fields), SPECULATORS
     name = architecture(fields)
     if name == DFLASH_2:
-        if fields.child("dflash_config").flag("use_swa", False):
-            fields.child("dflash_config").refuse("use_swa", f"it is Model-Optimizer's, which has no {DFLASH_2}")
+        for window in ("use_swa", "swa_window_size"):
+            if fields.child("dflash_config").get(window) not in (None, False):
+                reason = f"it is Model-Optimizer's, which has no {DFLASH_2}; remove it"
+                fields.child("dflash_config").refuse(window, reason)
         return fields, ZLAB
     if name not in ("MuseGlimmerAssistantModel", "DFlashDraftModel"):
         fields.refuse("architectures", _no_drafter(name))

@@ -119,7 +119,11 @@ def as_target(choose: Choose, state: DecodeState, options: RowOptions) -> Guess:
     def known(logits: Array) -> tuple[Array, Array, Array, RowOptions]:
         return logits, jnp.where(unknown, logits.shape[-1], state.history), state.committed_len, unasked
 
-    return Guess(lambda logits: choose(*known(logits))[0], lambda logits, count: choose.several(*known(logits), count))
+    return Guess(
+        lambda logits: choose(*known(logits))[0],
+        lambda logits, count: choose.several(*known(logits), count),
+        lambda logits: choose.keep(logits, options),
+    )
 
 
 def block_length(state: DecodeState, width: int, context_limit: int) -> Array:

@@ -119,9 +119,11 @@ def best_ids(drafter: Drafter, config: DrafterConfig, hidden: Tensor, logits: Te
 
 @torch.inference_mode()
 def draft_scores(drafter: Drafter, config: DrafterConfig, hidden: Tensor, logits: Tensor, before: Tensor) -> Tensor:
-    """[N,V], whose largest are the drafts: the logits; with a selector those of the candidates and their edges."""
+    """[N,V], whose largest are the drafts: the logits; with a selector, in float32, those of the candidates and their
+    edges."""
     if config.selector is None:
         return logits
+    logits = logits.float()
     unary, candidates = logits.topk(config.selector.top_k)
     edges = drafter.edges(hidden[:, None], before[:, None, None], candidates[:, None])[:, 0, 0]
     return torch.full_like(logits, float("-inf")).scatter(1, candidates, unary + edges)

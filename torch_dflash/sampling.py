@@ -50,10 +50,17 @@ class Choose(Protocol):
     """How the target's tokens are chosen: `choose`, or `choose_greedily` where no request asks for more."""
 
     def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
-        """See `choose`."""
+        """The target's token behind each of the positions start.. [R], and its log-probability, both [R,T].
+
+        logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them.
+        """
 
     def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
-        """See `choose`."""
+        """The `count` tokens nearest to being chosen, where a drafter has not had its last word. No filter has been
+        applied to them yet."""
+
+    def keep(self, logits: Array, options: RowOptions) -> Array:
+        """[R,T,C], divided by the temperature, with -inf for what the rows' filters exclude."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,9 @@ class _Greedily:
     def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
         return greedy_several(logits, count)
 
+    def keep(self, logits: Array, options: RowOptions) -> Array:
+        return logits
+
 
 @dataclass(frozen=True)
 class _Choose:
@@ -76,13 +86,9 @@ class _Choose:
 
     @jax.named_scope("choose")
     def __call__(self, logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
-        """The target's token behind each of the positions start.. [R], and its log-probability, both [R,T].
-
-        logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them.
-        """
-
         def special() -> Array:
-            return greedy(_scores(logits, ids, start, options))
+            scaled, noise = _drawing(logits, ids, start, options)
+            return greedy(self.keep(scaled, options) + noise)
 
         token = lax.cond(_asks(options).any(), special, lambda: greedy(logits))
         nothing = jnp.zeros(token.shape, jnp.float32)
@@ -90,14 +96,19 @@ class _Choose:
 
     @jax.named_scope("choose")
     def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
-        """The `count` tokens nearest to being chosen: the call's own choice is the one with the largest score."""
-
-        def special() -> tuple[Array, Array]:
-            return best(_scores(logits, ids, start, options), count)
-
-        values, chosen = lax.cond(_asks(options).any(), special, lambda: best(logits, count))
         scale = jnp.minimum(1 / jnp.where(options.temperature > 0, options.temperature, 1), LARGEST_SCALE)
-        return Several(chosen, values, scale)
+
+        def special() -> Several:
+            scaled, noise = _drawing(logits, ids, start, options)
+            _, nearest = best(scaled + noise, count)
+            logits_of, noise_of = (jnp.take_along_axis(x, nearest, axis=-1) for x in (scaled, noise))
+            return Several(nearest, logits_of, noise_of, scale)
+
+        return lax.cond(_asks(options).any(), special, lambda: greedy_several(logits, count))
+
+    def keep(self, logits: Array, options: RowOptions) -> Array:
+        filters = (options.top_k < logits.shape[-1]) | (options.top_p < 1) | (options.min_p > 0)
+        return lax.cond(filters.any(), lambda: keep(logits, options), lambda: logits)
 
 
 choose_greedily, choose = _Greedily(), _Choose()
@@ -108,12 +119,19 @@ def _asks(options: RowOptions) -> Array:
     return (options.temperature > 0) | _adjusts(options)
 
 
-def _scores(logits: Array, ids: Array, start: Array, options: RowOptions) -> Array:
-    """f32[R,T,V], whose argmax is the choice. Arguments as those of `choose`."""
-    adjusted = lax.cond(
+def _drawing(logits: Array, ids: Array, start: Array, options: RowOptions) -> tuple[Array, Array]:
+    """Both f32[R,T,V]: adjusted logits, divided by the row's temperature, and noise; where they are added, the largest
+    is a draw. Of greedy rows the logits, and zeros. Arguments as those of `choose`."""
+    logits = lax.cond(
         _adjusts(options).any(), lambda: adjust(logits, ids, start, options), lambda: logits.astype(jnp.float32)
     )
-    return _noisy(adjusted, block_positions(start + 1, logits.shape[1]), options)
+    temperature = options.temperature[:, None, None]
+    # Relative to the largest, so that a tiny temperature overflows to -inf and never to NaN.
+    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
+    # Apart, or XLA on CPU makes each number twice, inside the reductions.
+    position = block_positions(start + 1, logits.shape[1])
+    noise = lax.optimization_barrier(_gumbel(options.seed, position, logits.shape[-1]))
+    return jnp.where(temperature > 0, scaled, logits), jnp.where(temperature > 0, noise, 0)
 
 
 def _adjusts(options: RowOptions) -> Array:
@@ -147,19 +165,6 @@ def adjust(logits: Array, ids: Array, start: Array, options: RowOptions) -> Arra
     logits = jnp.where(count(jnp.zeros_like(start)) > 0, repeated, logits)
     answered = count(options.prompt_len)
     return logits - frequency * answered - presence * (answered > 0)
-
-
-def _noisy(logits: Array, position: Array, options: RowOptions) -> Array:
-    """f32[R,T,V], whose argmax is a draw at the row's temperature for the tokens at `position` int32[R,T]; the logits
-    where it is 0."""
-    temperature = options.temperature[:, None, None]
-    # Relative to the largest, so that a tiny temperature overflows to -inf and never to NaN.
-    scaled = (logits - logits.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1)
-    filters = (options.top_k < logits.shape[-1]) | (options.top_p < 1) | (options.min_p > 0)
-    scaled = lax.cond(filters.any(), lambda: keep(scaled, options), lambda: scaled)
-    # Apart, or XLA on CPU makes each number twice, inside the reductions.
-    noise = lax.optimization_barrier(_gumbel(options.seed, position, logits.shape[-1]))
-    return jnp.where(temperature > 0, scaled + noise, logits)
 
 
 def keep(logits: Array, options: RowOptions) -> Array:

@@ -1,8 +1,8 @@
 """Which part of each weight a device holds, when a model is spread over several (tensor parallel).
 
 Query, key and value projections are cut by heads, the MLP by its width, embedding and head by vocabulary; the products
-that follow are cut along their inputs, so that each layer needs two sums over the devices, and XLA puts them in. Norms
-are held by all.
+that follow are cut along their inputs, so that each layer needs two sums over the devices, and XLA puts them in. Norms,
+and what DFlash 2 adds, are held by all.
 """
 
 import jax

@@ -19,7 +19,7 @@ from bridge.views import TURNED, Params, lower
 from torch_dflash.models.target import Target
 
 LAYERS = "layers."
-PRODUCTS = tuple(f"{part}.weight" for part in ("proj", "lm_head", "fc"))
+PRODUCTS = tuple(f"{part}.weight" for part in ("proj", "projection", "lm_head", "fc"))
 
 ArrayT = TypeVar("ArrayT", torch.Tensor, Array)
 

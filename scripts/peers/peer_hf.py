@@ -11,7 +11,7 @@ from worker import Answer, Job
 
 # Names of DFlash's tensors in transformers, where they are not z-lab's.
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-SECOND = ("candidate_selector.", "_conv.")  # DFlash 2's, the latter neutral where their kernels have one position
+SECOND = ("candidate_selector.", "_conv.")  # DFlash 2's
 SAME = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "rms_norm_eps", "max_position_embeddings", "layer_types"),
@@ -42,7 +42,6 @@ def assistant(folder: Path, drafter: dict) -> MuseGlimmerAssistantModel:
     """A drafter in z-lab's layout as the only class of transformers with DFlash's layers. Of a DFlash 2 drafter the
     selector is left out, which it does not have; it has no convolutions either."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    assert raw.get("dflash_config", {}).get("conv_kernel_size", 1) == 1, "transformers has no convolutions"
     # A bidirectional window counts its edge in; without a window the number has no meaning.
     window = raw["sliding_window"] - 1 if raw.get("use_sliding_window") else 1
     rope = {"rope_type": "default", "rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})}
@@ -51,6 +50,9 @@ def assistant(folder: Path, drafter: dict) -> MuseGlimmerAssistantModel:
     )
     model = MuseGlimmerAssistantModel(config).eval()
     weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if "_conv." in name:
+            assert (tensor == name.endswith("base_kernel")).all(), "transformers has no convolutions"
     first = {name: tensor for name, tensor in weights.items() if not any(part in name for part in SECOND)}
     model.load_state_dict({RENAMED.get(name, name): tensor for name, tensor in first.items()})
     return model

@@ -17,7 +17,7 @@ MAX_SPECIAL_IDS = 3
 
 @dataclass(frozen=True)
 class Inputs:
-    """How the drafter is fed, as far as its config does not say. The defaults are DFlash v1's.
+    """How the drafter is fed, as far as its config does not say. The defaults are DFlash's.
 
     block_offset: added to the block's positions. hidden_context: how many of the newest context positions the block
     does not see, None for all. hidden_norm: whether it is applied to the context. final_norm: whether the target's
@@ -42,7 +42,7 @@ class Variant:
     inputs: Inputs = Inputs()
 
 
-_NOT_IN_CONFIG = "no field of config.json says so: the drafter was trained otherwise than DFlash v1, or is damaged"
+_NOT_IN_CONFIG = "no field of config.json says so: the drafter was trained otherwise than DFlash, or is damaged"
 
 
 def configured(config: DrafterConfig) -> Variant:

@@ -69,8 +69,8 @@ def check_setup(setup: Setup) -> None:
 
 
 def plan_memory(setup: Setup) -> MemoryPlan:
-    """Weights, K/V, draft context and features. All of it is shared out over the chips. Raises InputError, with
-    the numbers, if a chip does not hold it."""
+    """Weights, K/V, draft context and features: what each chip holds. It shares all but what DFlash 2 adds. Raises
+    InputError, with the numbers, if a chip does not hold it."""
     positions = min(setup.context + setup.drafter.block_size - 1, setup.target.context_limit)
     row_positions = pages_for(positions, PAGE_SIZE) * PAGE_SIZE
     slots = setup.rows * row_positions + PAGE_SIZE
@@ -78,8 +78,8 @@ def plan_memory(setup: Setup) -> MemoryPlan:
     draft_position = kv_bytes(setup.drafter.block, len(setup.drafter.layers), setup.tp) / setup.tp
     features = power_of_two(setup.drafter.block_size) * feature_bytes(setup.drafter) / setup.tp
     plan = MemoryPlan(
-        target=target_parameters(setup.target).bytes / setup.tp,
-        drafter=drafter_parameters(setup.drafter).bytes / setup.tp,
+        target=target_parameters(setup.target).bytes_of(setup.tp),
+        drafter=drafter_parameters(setup.drafter).bytes_of(setup.tp),
         pages=slots * position,
         draft_pages=slots * draft_position,
         features=setup.rows * features,

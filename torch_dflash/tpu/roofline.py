@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from bridge.platform import TPU
-from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, TargetConfig
+from torch_dflash.config import BlockConfig, DrafterConfig, DraftLayer, Selector, TargetConfig
 from torch_dflash.tpu.chips import Chip
 
 BYTES = 2  # of a bfloat16
@@ -19,20 +19,27 @@ K_FLAT_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters. layers: all decoder layers. embedding: the table. head: an output matrix that is not the
-    embedding. rest: the final norm; of a drafter also the projection of features and its norm."""
+    embedding. rest: the final norm; of a drafter also the projection of features and its norm. kernels, codebooks: of
+    DFlash 2's convolutions, with the selector's projection, and of its selector."""
 
     layers: int
     embedding: int
     head: int
     rest: int
+    kernels: int = 0
+    codebooks: int = 0
 
     @property
     def total(self) -> int:
-        return self.layers + self.embedding + self.head + self.rest
+        return self.layers + self.embedding + self.head + self.rest + self._whole
+
+    def bytes_of(self, tp: int) -> float:
+        """What each of tp chips holds: a share of the matrices, and what DFlash 2 adds."""
+        return ((self.total - self._whole) / tp + self._whole) * BYTES
 
     @property
-    def bytes(self) -> int:
-        return self.total * BYTES
+    def _whole(self) -> int:
+        return self.kernels + self.codebooks
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Work:
     """Of one program, on all its chips together: bytes from and to HBM, and floating point operations.
 
     weights: matrices, once for each time they are needed. kv_read, written: live K/V, and what is new. rows_read:
-    embedding rows and features.
+    rows of embedding and codebooks, and features.
     """
 
     weights: float
@@ -99,18 +106,17 @@ def target_parameters(config: TargetConfig) -> Parameters:
 
 
 def drafter_parameters(config: DrafterConfig) -> Parameters:
-    """What the config tells: an embedding of its own is in the weights only, and not counted. A selector's codebooks
-    are tables like an embedding."""
-    hidden = config.block.hidden_size
+    """What the config tells: an embedding of its own is in the weights only, and not counted."""
+    hidden, layers = config.block.hidden_size, len(config.layers)
     head = (config.draft_vocab_size or 0) * hidden
-    rest, tables, layer = len(config.target_layer_ids) * hidden**2 + 2 * hidden, 0, block_parameters(config.block)
+    rest, kernels, codebooks = len(config.target_layer_ids) * hidden**2 + 2 * hidden, 0, 0
     if config.convolution is not None:
         groups = hidden // config.convolution.group_size
-        layer += 2 * 2 * config.convolution.kernel_size * hidden * (1 + groups)
+        kernels = layers * 2 * 2 * config.convolution.kernel_size * hidden * (1 + groups)
     if config.selector is not None:
-        tables = 2 * (config.vocab_size or 0) * config.selector.rank
-        rest += config.selector.rank * hidden
-    return Parameters(len(config.layers) * layer, tables, head, rest)
+        kernels += config.selector.rank * hidden
+        codebooks = 2 * (config.vocab_size or 0) * config.selector.rank
+    return Parameters(layers * block_parameters(config.block), 0, head, rest, kernels, codebooks)
 
 
 def kv_bytes(block: BlockConfig, layers: int, tp: int = 1) -> int:
@@ -157,14 +163,22 @@ def draft_pass(target: TargetConfig, config: DrafterConfig, rows: int, context: 
     visible = [_keys_read(layer, context) for layer in config.layers]
     projections = 2 * block.hidden_size * block.num_kv_heads * block.head_dim * len(config.layers)
     dense = len(config.layers) * block_matrices(block) + parameters.rest - 2 * block.hidden_size + projections
+    dense += parameters.kernels
+    rows_of_codebooks, edges = (0, 0) if config.selector is None else _edges(config.selector, rows * (size - 1))
     pairs = sum(_pairs(layer, context, size) for layer in config.layers)
     return Work(
-        weights=(parameters.layers + parameters.rest + head) * BYTES,
+        weights=(parameters.layers + parameters.rest + parameters.kernels + head) * BYTES,
         kv_read=rows * sum(visible) * one_layer,
-        rows_read=queries * (block.hidden_size * BYTES + feature_bytes(config)),
+        rows_read=queries * (block.hidden_size * BYTES + feature_bytes(config)) + rows_of_codebooks * BYTES,
         written=queries * len(config.layers) * one_layer,
-        flops=2 * queries * dense + 2 * rows * (size - 1) * head + _attention_flops(block, rows * pairs),
+        flops=2 * queries * dense + 2 * rows * (size - 1) * head + _attention_flops(block, rows * pairs) + edges,
     )
+
+
+def _edges(selector: Selector, places: int) -> tuple[int, int]:
+    """Codebook values read, and flops, for the edges between all candidates of neighbours, at so many positions."""
+    read = 2 * places * selector.top_k * selector.rank
+    return read, read * selector.top_k
 
 
 def dflash_step(target: TargetConfig, drafter: DrafterConfig, rows: int, context: int) -> Work:

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from bridge.views import Params
-from torch_dflash.config import BlockConfig, DefaultRope, DrafterConfig, Eagle3Config, Llama3Rope, Rope
+from torch_dflash.config import BlockConfig, DefaultRope, DrafterConfig, Eagle3Config, Llama3Rope, Rope, Scales
 from torch_dflash.config_eagle import ARCHITECTURE
 from torch_dflash.config_layouts import DFLASH_2
 from torch_dflash.train.checkpoint import write_atomically
@@ -78,6 +78,7 @@ def drafter_fields(config: DrafterConfig) -> dict[str, Any]:
         "dflash_config": {
             "mask_token_id": config.mask_token_id,
             "target_layer_ids": list(config.target_layer_ids),
+            **_scale_fields(config.scales),
             **_dflash2_fields(config),
         },
         "layer_types": ["full_attention"] * len(config.layers),
@@ -94,15 +95,21 @@ def drafter_fields(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
+def _scale_fields(scales: Scales) -> dict[str, Any]:
+    return {
+        "final_logit_softcapping": scales.softcapping,
+        "input_embedding_scale": scales.input_embedding,
+        "output_multiplier": scales.output,
+    }
+
+
 def _dflash2_fields(config: DrafterConfig) -> dict[str, Any]:
-    if config.selector is None or config.convolution is None:
+    if config.selector is None:
         return {}
+    assert config.convolution is not None, "DFlash 2 has both"
     return {
         "conv_group_size": config.convolution.group_size,
         "conv_kernel_size": config.convolution.kernel_size,
-        "final_logit_softcapping": config.scales.softcapping,
-        "input_embedding_scale": config.scales.input_embedding,
-        "output_multiplier": config.scales.output,
         "selector_rank": config.selector.rank,
         "selector_top_k": config.selector.top_k,
     }

@@ -24,9 +24,8 @@ _PROJECTION = PART + "hidden_projection.weight"
 def with_selector(config: DrafterConfig, selector: Selector) -> DrafterConfig:
     """A drafter's config with this selector. A DFlash v1 drafter becomes one of DFlash 2, with convolutions that change
     nothing: one position, all channels together."""
-    return replace(
-        config, selector=selector, convolution=config.convolution or Convolution(1, config.block.hidden_size)
-    )
+    neutral = Convolution(1, config.block.hidden_size)
+    return replace(config, selector=selector, convolution=config.convolution or neutral)
 
 
 def start_maps(selector: Selector, size: int, seed: int) -> Params:

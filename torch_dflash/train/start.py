@@ -100,8 +100,8 @@ def trainer_of(
     mesh: Mesh | None,
     only_selector: bool = False,
 ) -> tuple[Trainer, TrainState]:
-    """A DFlash drafter, float32, ready to train. only_selector: all else of it stays. A selector of the plan is new: its
-    maps are trained."""
+    """A DFlash drafter, float32, ready to train; a selector of the plan is new, and its maps are trained.
+    only_selector: all else of the drafter stays."""
     lowered = lower_drafter(module, config)
     params, buffers = split_buffers(take_params(module))
     maps: Params = {}
@@ -114,9 +114,8 @@ def trainer_of(
     # A selector alone learns among the candidates that it will have when it decodes. The logits of all tokens are cheap
     # then: they need no gradient.
     vocabulary = None if plan.negatives is None or only_selector else label_vocabulary(data)
-    loss = partial(
-        selector_loss if only_selector else block_loss, lowered, _objective(plan, gamma_of(config.block_size))
-    )
+    objective = _objective(plan, gamma_of(config.block_size))
+    loss = partial(selector_loss if only_selector else block_loss, lowered, objective)
     trainer = Trainer(lowered, loss, frozen, buffers, plan, vocabulary, mesh)
     return trainer, trainer.start(trained)
 

@@ -3,7 +3,7 @@
 Five names are replaced, each by a function that hands on to the one it replaces unless the method is "dflash" and the
 target runs as a torch module. One is a check of vLLM's configuration; the others are replaced when the process imports
 the runner, and not before: a server's front end never does, and must not start JAX, because it forks and because a TPU
-belongs to one process.
+belongs to one process. Besides, vLLM's registry learns the name of DFlash 2's architecture.
 """
 
 import logging
@@ -41,12 +41,15 @@ def register() -> None:
 
 
 def replace() -> None:
-    """Put the replacements in place of the other names; where one is missing, of none, and say so in one line."""
+    """Put the replacements in place of the other names; where one is missing, of none, and say so in one line. Even
+    then DFlash 2 is refused: its name has been let through."""
     lacking = seams.missing()
     if lacking:
         log.warning(seams.refusal(str(seams.server_version()), lacking))
+    if not seams.PROPOSER.is_there() or isinstance(seams.PROPOSER.value(), _Factory | _OnlyFirst):
         return
-    if isinstance(seams.PROPOSER.value(), _Factory):
+    if lacking:
+        seams.PROPOSER.put(_OnlyFirst(seams.PROPOSER.value()))
         return
     seams.LOAD.put(_load_weights(seams.LOAD.value()))
     seams.STEP.put(_jit_step_func(seams.STEP.value()))
@@ -73,10 +76,7 @@ class _Factory:
         from torch_dflash.errors import InputError
 
         if not drafts_in_torch(vllm_config):
-            if _is_second(vllm_config):
-                reason = "tpu-inference's own proposer would take it for DFlash v1: set MODEL_IMPL_TYPE=vllm"
-                raise InputError(f"the drafter's architectures are {DFLASH_2}, and {reason}")
-            return self.upstream(vllm_config, runner)
+            return _OnlyFirst(self.upstream)(vllm_config, runner)
         from torch_dflash.vllm.proposer import make_proposer
 
         try:
@@ -84,6 +84,23 @@ class _Factory:
         except InputError as error:
             log.error("torch-dflash: %s", error)
             raise
+
+
+@dataclass(frozen=True)
+class _OnlyFirst:
+    """Upstream's proposer class for all but DFlash 2 drafters, which it would take for DFlash v1."""
+
+    upstream: type
+
+    def __call__(self, vllm_config: Any, runner: Any) -> Any:
+        if _is_second(vllm_config):
+            from torch_dflash.errors import InputError
+
+            reason = "tpu-inference's own proposer would take it for DFlash v1: set MODEL_IMPL_TYPE=vllm"
+            refusal = f"the drafter's architectures are {DFLASH_2}, and {reason}"
+            log.error("torch-dflash: %s", refusal)
+            raise InputError(refusal)
+        return self.upstream(vllm_config, runner)
 
 
 def _is_second(vllm_config: Any) -> bool:

@@ -83,4 +83,5 @@ def refusal(version: str, lacking: list[Seam]) -> str:
     """One line for a version that lacks something."""
     names = ", ".join(seam.name for seam in lacking)
     known = f"tested: {', '.join(TESTED)}; written for: {', '.join(READ)}"
-    return f"{SERVER} {version} has no {names}, which DFlash for torch targets needs ({known}); nothing was replaced"
+    needed = f"which DFlash for torch targets needs ({known})"
+    return f"{SERVER} {version} has no {names}, {needed}: it serves DFlash v1 itself"
