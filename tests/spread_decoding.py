@@ -1,24 +1,41 @@
-"""Run by test_spread.py with four fake devices: the same requests on meshes of one, two and four devices.
+"""Run by test_spread.py with four fake devices: the same requests on meshes of one, two and four devices, for each pair
+whose folder is named.
 
-Prints JSON lines: the mesh, what the requests came to, and on how many devices weights and pages lay.
+Prints JSON lines: the pair, the mesh, what the requests came to, and on how many devices weights and pages lay; then the
+most numbers that a device hands to others while `best` looks through a vocabulary that four share.
 """
 
 import json
+import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from helpers import prompt_of
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bridge.platform import CPU, with_mesh
 from torch_dflash import Sampling, load_pair, make_request
+from torch_dflash.likeliest import best
 from torch_dflash.service import engine_for, make_pace
 
 PAGED = replace(
     CPU, stacked=True, turned=True, lanes=128, fast_tokens=8, narrowest=32
 )  # as on TPU, but for the kernels
 MESHES = ((1, 1), (1, 2), (2, 1), (2, 2))
+
+
+def most_gathered(vocab_size: int) -> int:
+    """Of one array, for seven positions and 16 candidates."""
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    shared = NamedSharding(mesh, PartitionSpec(None, None, "model"))
+    scores = jax.ShapeDtypeStruct((1, 7, vocab_size), jnp.bfloat16, sharding=shared)
+    program = jax.jit(best, static_argnums=1).lower(scores, 16).compile().as_text()
+    arrays = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program)
+    return max(math.prod(map(int, shape.split(","))) for shape in arrays)
 
 
 def main(folder: Path) -> None:
@@ -42,8 +59,18 @@ def main(folder: Path) -> None:
                 for name, array in pair.params["target"].items()
             }
             pool = len({str(shard.index) for shard in engine.device.state.pool.addressable_shards})
-            shown = {"data": data, "model": model, "method": method, "texts": texts, "weights": held, "pool": pool}
+            shown = {
+                "pair": folder.name,
+                "data": data,
+                "model": model,
+                "method": method,
+                "texts": texts,
+                "weights": held,
+                "pool": pool,
+            }
             print(json.dumps(shown))
 
 
-main(Path(sys.argv[1]))
+for name in sys.argv[1:]:
+    main(Path(name))
+print(json.dumps({size: most_gathered(size) for size in (49152, 151936, 128256)}))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Loaded
+from helpers import Loaded, write_drafter, write_target
+from test_dflash2 import second
 
 from torch_dflash.config_reader import read_drafter_config, read_target_config
 from torch_dflash.errors import InputError
@@ -17,17 +18,34 @@ from torch_dflash.sharding import axes_of, check_divides, platform_over
 
 
 @pytest.fixture(scope="module")
-def outcomes(tiny: Loaded) -> dict[tuple[int, int, str], dict[str, Any]]:
-    """What tests/spread_decoding.py found, by data, model and method."""
+def lines(tiny: Loaded, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What tests/spread_decoding.py found, for a pair and one with a DFlash 2 drafter."""
+    folder = tmp_path_factory.mktemp("spread") / "dflash2"
+    write_target(folder / "target")
+    write_drafter(folder / "draft", **second())
     env = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", ""),
         "JAX_PLATFORMS": "cpu",
     }
     script = Path(__file__).parent / "spread_decoding.py"
-    done = subprocess.run([sys.executable, script, tiny.folder], env=env, capture_output=True, text=True)
+    command = [sys.executable, script, tiny.folder, folder]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(entry["data"], entry["model"], entry["method"]): entry for entry in found}
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module", params=["dflash", "dflash2"])
+def outcomes(lines: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[tuple[int, int, str], dict[str, Any]]:
+    """Of one pair, by data, model and method."""
+    own = [entry for entry in lines[:-1] if (entry["pair"] == "dflash2") == (request.param == "dflash2")]
+    return {(entry["data"], entry["model"], entry["method"]): entry for entry in own}
+
+
+def test_a_shared_vocabulary_is_not_gathered(lines: list[dict[str, Any]]) -> None:
+    """To find the candidates of a position; those of its groups are, at most."""
+    assert lines[-1].keys() == {"49152", "151936", "128256"}
+    for vocab_size, most in lines[-1].items():
+        assert 0 < most <= 7 * 16 * 384 < 7 * int(vocab_size), vocab_size
 
 
 @pytest.mark.parametrize(("method", "meshes"), [("dflash", 4), ("plain", 2)])
