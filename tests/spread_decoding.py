@@ -1,8 +1,8 @@
 """Run by test_spread.py with four fake devices: the same requests on meshes of one, two and four devices, for each pair
 whose folder is named.
 
-Prints JSON lines: the pair, the mesh, what the requests came to, and on how many devices weights and pages lay; then the
-most numbers that a device hands to others while `best` looks through a vocabulary that four share.
+Prints JSON lines: the pair, the mesh, what the requests came to, and on how many devices weights and pages lay; then
+the most numbers that a device hands to others while `best` looks through a vocabulary that four share.
 """
 
 import json
