@@ -1,5 +1,6 @@
 """The doctor, mostly on the trained bytes pair: only training makes one configuration better than another."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -7,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from helpers import BYTES_PAIR, Loaded, changed_draft, load, prompt_of, write_drafter, write_target
@@ -114,14 +117,35 @@ def test_the_command_says_so_with_exit_code_1(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_takes_a_selector_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     config, first = load_drafter(BYTES_PAIR / "draft", torch.float32)
     wider = with_selector(config, Selector(6, 4))
-    export(wider, take_params(widened(first, wider)), tmp_path)
+    rng = np.random.default_rng(0)
+    selector = {
+        name: jnp.asarray(rng.standard_normal(value.shape) * 0.1)
+        for name, value in take_params(widened(first, wider)).items()
+        if name.startswith("candidate_selector.")
+    }
+    export(wider, take_params(widened(first, wider)) | selector, tmp_path)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"turns": [f"import {name}\n"]}) + "\n" for name in ("os", "re", "json")))
     options = ["--prompts", str(prompts), "--max-new-tokens", "80", "--dtype", "bfloat16", "--json"]
     assert main(["doctor", "bytes", str(tmp_path), *options]) == 0
-    with_one = json.loads(capsys.readouterr().out)["run"]["own"]
-    assert main(["doctor", "bytes", "bytes", *options]) == 0
-    assert with_one == json.loads(capsys.readouterr().out)["run"]["own"]  # the new selector changes nothing
+    document = json.loads(capsys.readouterr().out)
+    assert [check["level"] for check in document["checks"]] == ["ok"] * 4
+    assert document["verdict"]["kind"] == "healthy" and document["run"]["own"]["tau"] > 2
+
+
+def test_kernels_that_change_nothing_are_no_fault_and_others_are(tiny2: Loaded) -> None:
+    drafter = copy.deepcopy(tiny2.drafter)
+    state = drafter.state_dict()
+    state["layers.0.mlp_conv.base_kernel"].fill_(1.0)
+    state["layers.0.mlp_conv.kernel_projection.weight"].zero_()
+    assert {c.level for c in check_weights(tiny2.target, drafter, tiny2.config)} == {"ok"}
+    state["layers.0.mlp_conv.base_kernel"].fill_(0.5)
+    state["candidate_selector.successor_codebook"].zero_()
+    broken = [c.text for c in check_weights(tiny2.target, drafter, tiny2.config) if c.level == "broken"]
+    assert broken == [
+        "drafter: constant: layers.0.mlp_conv.base_kernel",
+        "drafter: all zero: candidate_selector.successor_codebook",
+    ]
 
 
 def test_a_random_drafter_is_suspicious(trained: Loaded, tokenizer: Any, texts: list[Text]) -> None:

@@ -150,7 +150,7 @@ def test_predictions_without_a_compiled_plain_step_have_no_speed_up() -> None:
 def test_small_models_are_counted_in_millions(capsys: pytest.CaptureFixture) -> None:
     assert main(["tpu-report", "--target", "default"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "0.135 B parameters" in text and "11.9 M parameters of its own" in text
+    assert "0.135 B parameters" in text and "18.3 M parameters of its own" in text
 
 
 def test_published_rows_stand_only_beside_what_was_measured(capsys: pytest.CaptureFixture) -> None:

@@ -76,7 +76,7 @@ def test_a_tied_embedding_is_one_matrix() -> None:
     parts = target_parameters(TARGET)
     assert (parts.layers, parts.embedding, parts.head, parts.rest) == (3 * LAYER, 80, 0, 8)
     assert target_parameters(replace(TARGET, tie_word_embeddings=False)).head == 80
-    assert parts.bytes == 2 * (3 * LAYER + 88)
+    assert parts.bytes_of(1) == 2 * (3 * LAYER + 88)
 
 
 def test_kv_heads_are_padded_as_tpus_want_them() -> None:

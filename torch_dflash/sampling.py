@@ -23,6 +23,7 @@ from bridge.positions import block_positions
 from torch_dflash.likeliest import Several, best, greedy, greedy_several
 
 LARGEST_SCALE = 1e30  # of the edges at a tiny temperature: infinity times zero would be no number
+EXCLUDED = 1e4  # far more than logits and noise differ by
 LEAST_TOP_P = 1e-30  # far below the largest probability of any vocabulary
 
 
@@ -100,7 +101,9 @@ class _Choose:
 
         def special() -> Several:
             scaled, noise = _drawing(logits, ids, start, options)
-            _, nearest = best(scaled + noise, count)
+            excluded = jnp.isneginf(self.keep(scaled, options))
+            # The likeliest of what is excluded come behind all others: their edges may bring them back.
+            _, nearest = best(jnp.where(excluded, scaled - EXCLUDED, scaled + noise), count)
             logits_of, noise_of = (jnp.take_along_axis(x, nearest, axis=-1) for x in (scaled, noise))
             return Several(nearest, logits_of, noise_of, scale)
 

@@ -18,6 +18,7 @@ Level = Literal["ok", "hint", "broken"]
 _VARIED = "varied"
 _NAMED = 3  # tensors named in one finding; the rest is counted
 _ODD_NORM = 10.0
+_NEUTRAL = ((1.0, "base_kernel"), (0.0, "kernel_projection.weight"))
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ def _tensors(role: str, module: nn.Module) -> Iterator[Check]:
 
 
 def _kind(name: str, tensor: torch.Tensor) -> str:
-    """Biases may be zero, and norm weights that were never trained are all one."""
+    """Biases may be zero, and norm weights that were never trained are all one; so is DFlash 2's kernel of one position
+    that changes nothing, and what would depend on the input is zero."""
     low, high = (value.item() for value in torch.aminmax(tensor))  # NaN comes through
     if not torch.isfinite(torch.tensor([low, high])).all():
         return "not finite"
-    if low != high or name.endswith(".bias"):
+    if low != high or name.endswith(".bias") or (low, name.rpartition("_conv.")[2]) in _NEUTRAL:
         return _VARIED
     if low == 0:
         return "all zero"
