@@ -26,7 +26,8 @@ from torch_dflash.doctor.report import describe_layers
 from torch_dflash.doctor.texts import Text, builtin_prompts, greedy_rows, write_texts
 from torch_dflash.doctor.variants import Inputs, configured, plausible_mistakes
 from torch_dflash.doctor.weights import check_weights
-from torch_dflash.pair import load_drafter
+from torch_dflash.hub import resolve_draft, resolve_target
+from torch_dflash.pair import load_drafter, load_target
 from torch_dflash.tokenizer import load_tokenizer
 from torch_dflash.train.export import export
 from torch_dflash.train.selector import with_selector
@@ -131,6 +132,12 @@ def test_the_command_takes_a_selector_in_bfloat16(tmp_path: Path, capsys: pytest
     document = json.loads(capsys.readouterr().out)
     assert [check["level"] for check in document["checks"]] == ["ok"] * 4
     assert document["verdict"]["kind"] == "healthy" and document["run"]["own"]["tau"] > 2
+
+
+def test_the_default_pairs_weights_are_sound() -> None:
+    _, target = load_target(resolve_target("default"), torch.bfloat16)
+    config, drafter = load_drafter(resolve_draft("default"), torch.bfloat16)
+    assert [check.level for check in check_weights(target, drafter, config)] == ["ok"] * 4
 
 
 def test_kernels_that_change_nothing_are_no_fault_and_others_are(tiny2: Loaded) -> None:

@@ -62,6 +62,21 @@ def test_a_dflash_2_drafter_is_counted_whole() -> None:
         assert drafter_parameters(draft).total == elements(Drafter(draft))
 
 
+def test_what_dflash_2_adds_is_held_by_every_chip_and_read_in_each_draft() -> None:
+    """Kernels are multiplied with; of the codebooks only the candidates' rows are read, two for each."""
+    hidden, size, layers = DRAFTER.block.hidden_size, DRAFTER.block_size, len(DRAFTER.layers)
+    second = replace(DRAFTER, convolution=Convolution(3, 4), selector=Selector(6, 4), vocab_size=40)
+    kernels = layers * 2 * 2 * 3 * (hidden + hidden * hidden // 4) + 6 * hidden
+    one, two = drafter_parameters(DRAFTER), drafter_parameters(second)
+    assert two.bytes_of(2) == one.bytes_of(1) / 2 + 2 * (kernels + 2 * 40 * 6)
+    before, behind = (draft_pass(TARGET, draft, 2, 10) for draft in (DRAFTER, second))
+    places = 2 * (size - 1)
+    assert behind.weights - before.weights == 2 * kernels
+    assert behind.rows_read - before.rows_read == 2 * places * 2 * 4 * 6
+    assert behind.flops - before.flops == 2 * 2 * size * kernels + 2 * places * 4 * 4 * 6
+    assert (behind.kv_read, behind.written) == (before.kv_read, before.written)
+
+
 @pytest.mark.parametrize("biases", [(True, False), (False, True), (True, True)])
 def test_biases_and_a_head_of_its_own_are_counted(biases: tuple[bool, bool]) -> None:
     block = replace(BLOCK, attention_bias=biases[0], mlp_bias=biases[1], qk_norm=False)
