@@ -38,29 +38,33 @@ def ours(target: str, draft: str, path: Path) -> None:
 
 def theirs(target: str, draft: str, path: Path) -> None:
     """Run the original and compare. Its last blocks are shorter, which changes drafts: they are left out."""
+    import dflash.model
     import torch
-    from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
     from transformers import AutoModelForCausalLM
 
-    second = json.loads((Path(draft) / "config.json").read_text())["architectures"] == ["DFlash2DraftModel"]
-    model = (DFlash2DraftModel if second else DFlashDraftModel).from_pretrained(draft, dtype=torch.float32).eval()
+    (name,) = json.loads((Path(draft) / "config.json").read_text())["architectures"]
+    model = getattr(dflash.model, name).from_pretrained(draft, dtype=torch.float32).eval()
+    says, read = {
+        "DFlashDraftModel": ("compute_logits", lambda logits: logits.argmax(-1)),
+        "DFlash2DraftModel": ("propose", lambda proposal: proposal[0]),
+    }[name]
     whole = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     rounds: list[list] = []
-    forward, drafts = model.forward, model.propose if second else model.compute_logits
+    forward, drafts = model.forward, getattr(model, says)
     model.forward = lambda *a, **k: (
         rounds.append([int(k["position_ids"][0, -k["noise_embedding"].shape[1]])]) or forward(*a, **k)
     )
 
     def listen(*args):
         out = drafts(*args)
-        rounds[-1].append((out[0] if second else out.argmax(-1))[0].tolist())
+        rounds[-1].append(read(out)[0].tolist())
         return out
 
-    setattr(model, "propose" if second else "compute_logits", listen)
+    setattr(model, says, listen)
     for held in json.loads(path.read_text()):
         rounds.clear()
         with torch.inference_mode():
-            ids = dflash_generate(model, whole, torch.tensor([held["prompt_ids"]]), NEW_TOKENS, None)
+            ids = dflash.model.dflash_generate(model, whole, torch.tensor([held["prompt_ids"]]), NEW_TOKENS, None)
         assert ids[0, len(held["prompt_ids"]) :].tolist() == held["token_ids"], "other tokens"
         full = [r for r in rounds if len(r[1]) == model.block_size - 1]
         assert len(full) > 3

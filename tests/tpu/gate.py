@@ -1,13 +1,13 @@
 """What is demanded of a program compiled for TPU, as one function; and the programs of which it is demanded."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from bridge.platform import Platform
-from torch_dflash.config import DrafterConfig, TargetConfig
+from torch_dflash.config import Convolution, DrafterConfig, Selector, TargetConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
 from torch_dflash.decode import state_shapes
 from torch_dflash.pair import Pair
@@ -23,6 +23,7 @@ PAIRS = {
     "Llama-3.1-8B": "LLaMA3.1-8B-Instruct-DFlash-UltraChat",
     "default": "default",
 }
+SECOND = "+DFlash2"
 CONTEXT = 1024
 PAGES = 512  # every pool is larger than a chip's own memory (VMEM): a small one XLA might fetch into it, all of it
 MOST_SELECTED = 1 << 14  # bytes; logits of one position alone are more
@@ -50,6 +51,10 @@ class Case:
 
 
 def configs(pair: str) -> tuple[TargetConfig, DrafterConfig]:
+    """Of a pair of `PAIRS`; with SECOND behind its name, what DFlash 2 has is added to its drafter."""
+    if pair.endswith(SECOND):
+        target, draft = configs(pair.removesuffix(SECOND))
+        return target, replace(draft, selector=Selector(256, 16), convolution=Convolution(2, 64))
     return read_target_config(target_folder(pair)), read_drafter_config(drafter_folder(PAIRS[pair]))
 
 

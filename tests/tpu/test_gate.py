@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: scripts/test-tpu runs these tests with it")
 
-from gate import Case, check, compiled, demands_of, lowered, programs_for
+from gate import SECOND, Case, check, compiled, demands_of, lowered, programs_for
 
 import torch_dflash.stacked
 import torch_dflash.verify
@@ -26,6 +26,7 @@ CASES = [
     *(Case("v5p", QWEN, kind, rows=8) for kind in ("plain", "loop")),
     *(Case("v5p", QWEN, kind, tp=4) for kind in ("prefill", "plain", "loop")),
     *(Case("v5p", QWEN, "loop", rows=8, tp=tp, dp=dp) for tp, dp in ((4, 1), (4, 2), (8, 1))),
+    *(Case("v5p", QWEN + SECOND, "loop", rows=rows, tp=tp) for rows, tp in ((8, 1), (1, 4))),
     *(Case("v5p", LLAMA, "loop", rows=rows, tp=tp) for rows, tp in ((1, 1), (8, 1), (1, 4))),
     *(Case("v5p", SMOL, "loop", rows=rows, tp=tp) for rows, tp in ((1, 1), (8, 1), (1, 3))),
     Case("v5p", SMOL, "loop", dtype="float32"),
