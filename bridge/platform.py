@@ -107,7 +107,20 @@ class Platform:
 # hoist a converted copy of the whole embedding out of the loop.
 CPU = Platform(bits=True, narrowest=0, loop_options=(("xla_disable_hlo_passes", NO_LOOP_MOTION),))
 GPU = Platform()  # would have to ask the host which of several widths to run
-TPU = Platform(kernels=True, stacked=True, turned=True, lanes=128, fast_tokens=8, narrowest=512)
+# On a chip's SparseCore a gather makes the decoding loop wait (github.com/jax-ml/jax/issues/40553), and libtpu 0.0.52
+# cannot even compile the selector's for 8 rows on v5p.
+TPU = Platform(
+    kernels=True,
+    stacked=True,
+    turned=True,
+    lanes=128,
+    fast_tokens=8,
+    narrowest=512,
+    loop_options=(
+        ("xla_tpu_offload_gather_to_sparsecore", "false"),
+        ("xla_tpu_offload_all_supported_gathers_to_sparsecore", "false"),
+    ),
+)
 
 
 def with_mesh(platform: Platform, devices: Sequence[Any], data: int, model: int) -> Platform:

@@ -33,7 +33,7 @@ def most_gathered(vocab_size: int) -> int:
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     shared = NamedSharding(mesh, PartitionSpec(None, None, "model"))
     scores = jax.ShapeDtypeStruct((1, 7, vocab_size), jnp.bfloat16, sharding=shared)
-    program = jax.jit(best, static_argnums=1).lower(scores, 16).compile().as_text()
+    program = jax.jit(best, static_argnums=(1, 2)).lower(scores, 16, 4).compile().as_text()
     arrays = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|all-reduce|all-to-all|collective-permute)", program)
     return max(math.prod(map(int, shape.split(","))) for shape in arrays)
 

@@ -2,6 +2,9 @@
 recomputes its whole context."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,9 +99,18 @@ def test_other_drafters(changes: dict[str, Any], tmp_path: Path) -> None:
     scenario(Runner(make(tmp_path, **changes), max_rows=3, max_tokens=24, devices=jax.devices()[:1]))
 
 
-def test_spread_over_two_devices(loaded: Loaded) -> None:
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="run by the test below")
+@pytest.mark.parametrize("changes", [{}, second()], ids=["DFlash", "DFlash 2"])
+def test_spread_over_two_devices(changes: dict[str, Any], tmp_path: Path) -> None:
     """Heads on the model axis."""
-    scenario(Runner(loaded, max_rows=4, max_tokens=24, devices=jax.devices()[:2]))
+    scenario(Runner(make(tmp_path, **changes), max_rows=4, max_tokens=24, devices=jax.devices()[:2]))
+
+
+def test_two_devices_in_a_process_of_their_own() -> None:
+    flags = "--xla_force_host_platform_device_count=2 " + os.environ.get("XLA_FLAGS", "")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__, "-k", "test_spread_over_two_devices"]
+    done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("fault", ["positions + 1", "context zeroed"])

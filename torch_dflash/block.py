@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from bridge.platform import Platform
 from bridge.positions import block_positions
 from bridge.views import Params, lower
 from torch_dflash.config import DrafterConfig, Scales
@@ -31,7 +32,16 @@ class Guess:
     keep: Callable[[Array], Array]  # their logits [R,T,C] -> with -inf for what the row excludes
 
 
-LIKELIEST = Guess(greedy, greedy_several, lambda logits: logits)
+def likeliest(platform: Platform) -> Guess:
+    """The likeliest tokens. platform: over which the logits are spread."""
+
+    def several(logits: Array, count: int) -> Several:
+        return jax.tree.map(platform.by_rows, greedy_several(logits, count, platform.model))
+
+    return Guess(greedy, several, lambda logits: logits)
+
+
+LIKELIEST = likeliest(Platform())  # on one device
 
 
 class Ends(Protocol):

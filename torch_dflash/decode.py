@@ -15,6 +15,7 @@ from jax import Array, lax
 from bridge.platform import Platform
 from torch_dflash.accept import accept
 from torch_dflash.block import Guess
+from torch_dflash.likeliest import Several
 from torch_dflash.propose import AllParams, Proposer
 from torch_dflash.sampling import Choose, RowOptions
 from torch_dflash.state import Capacity, Chunk, DecodeState, Round, Until, empty_pool, place, put_rows, take_rows
@@ -102,7 +103,7 @@ def step(
     """One round for every active row. tables int32[R,M]."""
     num_new = block_length(state, proposer.num_drafts + 1, target.config.context_limit)
     state = replace(state, draft=proposer.absorb(params, state, tables))
-    draft_ids, draft = proposer.draft(params, state, tables, as_target(choose, state, options))
+    draft_ids, draft = proposer.draft(params, state, tables, as_target(target.platform, choose, state, options))
     state = replace(state, draft=draft)
     state, said = verify(target, params["target"], proposer.taps, state, tables, draft_ids, num_new, choose, options)
     num_accepted, bonus = accept(draft_ids, said.target_ids, num_new)
@@ -110,7 +111,7 @@ def step(
     return commit(proposer, state, done, bonus, said.features, options.stop_ids), done
 
 
-def as_target(choose: Choose, state: DecodeState, options: RowOptions) -> Guess:
+def as_target(platform: Platform, choose: Choose, state: DecodeState, options: RowOptions) -> Guess:
     """Drafts chosen as the target's tokens will be and with the same noise; of the tokens that penalties count, those
     up to the anchor are known."""
     unknown = jnp.arange(state.history.shape[1]) > state.committed_len[:, None]
@@ -119,11 +120,10 @@ def as_target(choose: Choose, state: DecodeState, options: RowOptions) -> Guess:
     def known(logits: Array) -> tuple[Array, Array, Array, RowOptions]:
         return logits, jnp.where(unknown, logits.shape[-1], state.history), state.committed_len, unasked
 
-    return Guess(
-        lambda logits: choose(*known(logits))[0],
-        lambda logits, count: choose.several(*known(logits), count),
-        lambda logits: choose.keep(logits, options),
-    )
+    def several(logits: Array, count: int) -> Several:
+        return jax.tree.map(platform.by_rows, choose.several(*known(logits), count, platform.model))
+
+    return Guess(lambda logits: choose(*known(logits))[0], several, lambda logits: choose.keep(logits, options))
 
 
 def block_length(state: DecodeState, width: int, context_limit: int) -> Array:

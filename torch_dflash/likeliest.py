@@ -3,14 +3,13 @@
 Letters: R rows, T tokens, V vocabulary, C candidates of a position.
 """
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-GROUP = 384  # of `best`: 2^7 * 3, of which a vocabulary that is spread over chips has many factors
+GROUP = 128  # of `best`: as wide as a vector register of a TPU
 
 
 @jax.tree_util.register_dataclass
@@ -36,33 +35,36 @@ def greedy(logits: Array) -> Array:
     return ids.min(axis=-1)
 
 
-def best(scores: Array, count: int) -> tuple[Array, Array]:
-    """The `count` largest of [..., V] as f32, and their ids int32[..., count], in no order.
+def best(scores: Array, count: int, chips: int = 1) -> tuple[Array, Array]:
+    """The `count` largest of [..., V] as f32, and their ids int32[..., count], in no order. chips: that share V.
 
     Group by group first: they lie in the `count` groups with the largest maxima. top_k of all V is slow everywhere.
-    A group's members are V / size apart, so that chips that share V have some of each group, and exchange maxima.
     """
-    size = group_size(scores.shape[-1])
-    groups = -(-scores.shape[-1] // size)
-    padding = [(0, 0)] * (scores.ndim - 1) + [(0, groups * size - scores.shape[-1])]
-    grouped = jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], size, groups)
-    _, chosen = lax.top_k(grouped.max(axis=-2), min(count, groups))
-    kept = jnp.take_along_axis(grouped, chosen[..., None, :], axis=-1)
+    vocab_size = scores.shape[-1]
+    size = group_size(vocab_size, chips)
+    groups = -(-vocab_size // size)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, groups * size - vocab_size)]
+    grouped = jnp.pad(scores, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], groups, size)
+    # In f32: XLA on CPU takes three times as long for the maxima of bf16.
+    maxima = grouped.astype(jnp.float32).max(axis=-1).astype(scores.dtype)
+    _, chosen = lax.top_k(maxima, min(count, groups))
+    kept = jnp.take_along_axis(grouped, chosen[..., None], axis=-2)
     values, places = lax.top_k(kept.reshape(*scores.shape[:-1], -1).astype(jnp.float32), count)
-    ids = places // chosen.shape[-1] * groups + jnp.take_along_axis(chosen, places % chosen.shape[-1], axis=-1)
-    return values, jnp.minimum(ids, scores.shape[-1] - 1)  # where fewer are finite, the padding is among them
+    ids = jnp.take_along_axis(chosen, places // size, axis=-1) * size + places % size
+    return values, jnp.minimum(ids, vocab_size - 1)  # where fewer are finite, the padding is among them
 
 
-def group_size(vocab_size: int) -> int:
-    """Members of a group: a multiple of the chips that may share the vocabulary; where it has few factors, nobody does.
+def group_size(vocab_size: int, chips: int) -> int:
+    """Members of a group: GROUP, or less where only so many more groups can be dealt out to the chips, which would
+    gather all logits otherwise.
 
-    Examples: 49152 -> 384, 151936 -> 128, 50257 -> 384 with padding.
+    Examples: (151936, 1) -> 128, (151936, 4) -> 32.
     """
-    common = math.gcd(vocab_size, GROUP)
-    return common if common >= GROUP // 4 else GROUP
+    fitting = [size for size in (GROUP, GROUP // 2, GROUP // 4) if vocab_size % (size * chips) == 0]
+    return fitting[0] if fitting else GROUP
 
 
-def greedy_several(logits: Array, count: int) -> Several:
-    """The `count` likeliest tokens behind logits [R,T,V]."""
-    values, ids = best(logits, count)
+def greedy_several(logits: Array, count: int, chips: int) -> Several:
+    """The `count` likeliest tokens behind logits [R,T,V]. chips: as for `best`."""
+    values, ids = best(logits, count, chips)
     return Several(ids, values, jnp.zeros_like(values), jnp.ones(logits.shape[0], jnp.float32))

@@ -56,9 +56,9 @@ class Choose(Protocol):
         logits [R,T,V] of these positions; ids int32[R,N] holds the row's tokens up to and including them.
         """
 
-    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int, chips: int) -> Several:
         """The `count` tokens nearest to being chosen, where a drafter has not had its last word. No filter has been
-        applied to them yet."""
+        applied to them yet. chips: that share V."""
 
     def keep(self, logits: Array, options: RowOptions) -> Array:
         """[R,T,C], divided by the temperature, with -inf for what the rows' filters exclude."""
@@ -73,8 +73,8 @@ class _Greedily:
         return greedy(logits), jnp.zeros(logits.shape[:2], jnp.float32)
 
     @jax.named_scope("choose")
-    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
-        return greedy_several(logits, count)
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int, chips: int) -> Several:
+        return greedy_several(logits, count, chips)
 
     def keep(self, logits: Array, options: RowOptions) -> Array:
         return logits
@@ -96,18 +96,18 @@ class _Choose:
         return token, lax.cond(options.logprobs.any(), lambda: _logprobs(logits, token), lambda: nothing)
 
     @jax.named_scope("choose")
-    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int) -> Several:
+    def several(self, logits: Array, ids: Array, start: Array, options: RowOptions, count: int, chips: int) -> Several:
         scale = jnp.minimum(1 / jnp.where(options.temperature > 0, options.temperature, 1), LARGEST_SCALE)
 
         def special() -> Several:
             scaled, noise = _drawing(logits, ids, start, options)
             excluded = jnp.isneginf(self.keep(scaled, options))
             # The likeliest of what is excluded come behind all others: their edges may bring them back.
-            _, nearest = best(jnp.where(excluded, scaled - EXCLUDED, scaled + noise), count)
+            _, nearest = best(jnp.where(excluded, scaled - EXCLUDED, scaled + noise), count, chips)
             logits_of, noise_of = (jnp.take_along_axis(x, nearest, axis=-1) for x in (scaled, noise))
             return Several(nearest, logits_of, noise_of, scale)
 
-        return lax.cond(_asks(options).any(), special, lambda: greedy_several(logits, count))
+        return lax.cond(_asks(options).any(), special, lambda: greedy_several(logits, count, chips))
 
     def keep(self, logits: Array, options: RowOptions) -> Array:
         filters = (options.top_k < logits.shape[-1]) | (options.top_p < 1) | (options.min_p > 0)

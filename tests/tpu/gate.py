@@ -10,6 +10,7 @@ from bridge.platform import Platform
 from torch_dflash.config import Convolution, DrafterConfig, Selector, TargetConfig
 from torch_dflash.config_reader import read_drafter_config, read_target_config
 from torch_dflash.decode import state_shapes
+from torch_dflash.likeliest import group_size
 from torch_dflash.pair import Pair
 from torch_dflash.propose import DFlash, Proposer
 from torch_dflash.tpu.chips import Chip, chip_named
@@ -26,7 +27,6 @@ PAIRS = {
 SECOND = "+DFlash2"
 CONTEXT = 1024
 PAGES = 512  # every pool is larger than a chip's own memory (VMEM): a small one XLA might fetch into it, all of it
-MOST_SELECTED = 1 << 14  # bytes; logits of one position alone are more
 MOST_TEMP = 256e6  # bytes; far below the weights, far above what a step's activations take
 
 
@@ -81,13 +81,14 @@ def compiled(case: Case, platform: Platform | None = None) -> tuple[Facts, "Dema
 @dataclass(frozen=True)
 class Demands:
     """pools: bytes on one chip of each K/V pool. mosaic_calls: one for the target's layers, which are one traced layer;
-    for the drafter one for each layer and each width of its context that may be read. selected: bytes that a selector
-    may collect beside the sums, the maxima of groups of logits and what it chooses among."""
+    for the drafter one for each layer and each width of its context that may be read. all_reduces: most that run in a
+    step; a selector takes the place of an argmax and may do without its two. selected: bytes that it may collect
+    beside, the maxima of groups of logits and what it chooses among."""
 
     chip: Chip
     pools: tuple[int, ...]
     mosaic_calls: int
-    all_reduces: int | None  # that run in a step; None: not counted
+    all_reduces: int | None  # None: not counted
     selected: int = 0
 
 
@@ -102,7 +103,10 @@ def demands_of(case: Case, pair: Pair, proposer: Proposer) -> Demands:
     # Two sums for each layer, one for an embedding, two for the argmax of each head, one for the drafter's fc.
     reduces = 2 * target.num_layers + 3 + (2 * len(draft.layers) + 4 if drafting else 0)
     counted = None if case.kind == "prefill" or case.dp > 1 else reduces if case.tp > 1 else 0
-    selected = MOST_SELECTED if drafting and draft.selector is not None else 0
+    selected = 0
+    if drafting and draft.selector is not None and case.tp > 1:
+        groups = target.vocab_size // group_size(target.vocab_size, case.tp)
+        selected = 3 * case.rows * (draft.block_size - 1) * groups * jax.numpy.dtype(case.dtype).itemsize
     return Demands(chip_named(case.chip), tuple(_own_bytes(pool) for pool in pools), calls, counted, selected)
 
 
@@ -127,6 +131,5 @@ def check(facts: Facts, demands: Demands) -> None:
         expected = {"all-reduce": demands.all_reduces} if demands.all_reduces else {}
         others = sum(collective.bytes for collective in facts.collectives if collective.kind not in expected)
         assert others <= demands.selected, f"exchanges between chips: {runs}, {others} bytes, not {expected}"
-        assert runs.get("all-reduce", 0) == (demands.all_reduces or 0), (
-            f"exchanges between chips: {runs}, not {expected}"
-        )
+        spared = demands.all_reduces - runs.get("all-reduce", 0)
+        assert 0 <= spared <= (2 if demands.selected else 0), f"exchanges between chips: {runs}, not {expected}"

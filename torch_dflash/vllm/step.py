@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as Spec
 from bridge.platform import EVERYWHERE, HEADS, POOL, Platform
 from bridge.views import Params
 from bridge.vllm_pages import Pool, Span, block_attention, rows_of, write_tokens
-from torch_dflash.block import LIKELIEST, DrafterFunctions, Ends, draft_block
+from torch_dflash.block import DrafterFunctions, Ends, draft_block, likeliest
 
 TOKEN_HEADS = Spec(None, None, "model")  # [L,T,K,d]
 
@@ -107,7 +107,7 @@ def propose(
         context.length,
         served.num_drafts,
         attend,
-        LIKELIEST,
+        likeliest(served.platform),
     )
     return pools, ids
 
