@@ -108,7 +108,7 @@ def test_spread_over_two_devices(changes: dict[str, Any], tmp_path: Path) -> Non
 
 def test_two_devices_in_a_process_of_their_own() -> None:
     flags = "--xla_force_host_platform_device_count=2 " + os.environ.get("XLA_FLAGS", "")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__, "-k", "test_spread_over_two_devices"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", __file__, "-k", "test_spread_over_two_devices"]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from helpers import Loaded
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from bridge.platform import CPU, with_mesh
 from bridge.views import lower, take_params
@@ -107,8 +109,8 @@ class Runner:
         )
         setup = setup_for(loaded, tp=len(devices), **changes)
         self.proposer = make_proposer(Upstream)(None, self, setup)
-        # A copy: `take_params` empties a module.
-        self.proposer.load_model(take_params(copy.deepcopy(served)))
+        params = take_params(copy.deepcopy(served))  # of a copy: `take_params` empties a module
+        self.proposer.load_model(jax.device_put(params, NamedSharding(self.mesh, PartitionSpec())))
         self.requests: dict[str, Request] = {}
         self.pages = iter(np.random.default_rng(5).permutation(np.arange(1, 200)))
         trailing = ((block.num_kv_heads + 1) * (1 if block.head_dim == 64 else 2), 1, 128)  # one head more than needed
