@@ -35,7 +35,7 @@ class Platform:
     fast_tokens: a pass over fewer tokens is padded to so many.
     narrowest: fewest positions that attention reads of a row; the widths double from there. None: always all; 0: half
         or all.
-    loop_options: for the compiler, of programs that loop on the device.
+    compiler_options: XLA's, of programs that draft or loop on the device.
     mesh: axes "data" (rows and their pages) and "model" (heads, MLP width, vocabulary). None: one device.
     """
 
@@ -46,7 +46,7 @@ class Platform:
     lanes: int = 1
     fast_tokens: int = 1
     narrowest: int | None = None
-    loop_options: tuple[tuple[str, str], ...] = ()
+    compiler_options: tuple[tuple[str, str], ...] = ()
     mesh: Mesh | None = None
 
     @property
@@ -105,7 +105,7 @@ class Platform:
 
 # XLA on CPU widens a whole bf16 array to f32 in order to write or gather a few rows of it, hence bits; and it would
 # hoist a converted copy of the whole embedding out of the loop.
-CPU = Platform(bits=True, narrowest=0, loop_options=(("xla_disable_hlo_passes", NO_LOOP_MOTION),))
+CPU = Platform(bits=True, narrowest=0, compiler_options=(("xla_disable_hlo_passes", NO_LOOP_MOTION),))
 GPU = Platform()  # would have to ask the host which of several widths to run
 # On a chip's SparseCore a gather makes the decoding loop wait (github.com/jax-ml/jax/issues/40553), and libtpu 0.0.52
 # cannot even compile the selector's for 8 rows on v5p.
@@ -116,7 +116,7 @@ TPU = Platform(
     lanes=128,
     fast_tokens=8,
     narrowest=512,
-    loop_options=(
+    compiler_options=(
         ("xla_tpu_offload_gather_to_sparsecore", "false"),
         ("xla_tpu_offload_all_supported_gathers_to_sparsecore", "false"),
     ),

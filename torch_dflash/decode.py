@@ -211,5 +211,5 @@ def decode_program(platform: Platform) -> Callable[..., tuple[DecodeState, Round
         decode,
         static_argnames=("target", "proposer", "choose", "max_steps"),
         donate_argnames="state",
-        compiler_options=dict(platform.loop_options),
+        compiler_options=dict(platform.compiler_options),
     )

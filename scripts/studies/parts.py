@@ -122,7 +122,7 @@ def drafting_program(proposer: DFlash) -> Callable[..., DecodeState]:
     def loop(params: AllParams, state: DecodeState, tables: Array, num_steps: Array) -> DecodeState:
         return lax.fori_loop(0, num_steps, lambda _, state: one(params, tables, state), state)
 
-    options = dict(proposer.target.platform.loop_options)
+    options = dict(proposer.target.platform.compiler_options)
     return jax.jit(loop, donate_argnames="state", compiler_options=options)
 
 

@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("libtpu", reason="libtpu is not installed: scripts/test-tpu runs these tests with it")
 
-from gate import configs
+from gate import SECOND, configs
 
 from bridge.positions import round_up
 from torch_dflash.tpu.chips import chip_named
 from torch_dflash.tpu.compile import platform_of
 from torch_dflash.tpu.hlo import Facts, facts_of
 from torch_dflash.tpu.programs import shapes_only
-from torch_dflash.vllm.step import Context, Served, propose
+from torch_dflash.vllm.step import Context, Served, propose, propose_program
 
 ROWS, TOKENS, PAGES, PAGES_PER_ROW, PAGE_SIZE = 8, 64, 20_000, 128, 16
 MOST_TEMP = 256e6
@@ -42,10 +42,12 @@ def proposal(pair: str, tp: int, donated: bool = True) -> tuple[Facts, int]:
         array((TOKENS,)),
         array((ROWS,)),
     )
-    program = jax.jit(partial(propose, served), donate_argnums=2 if donated else ())
+    program = propose_program(served) if donated else jax.jit(partial(propose, served))
     pools = [pool for _ in shapes.drafter.config.layers]
     given = (shapes.params["drafter"], shapes.params["target"], pools)
-    compiled = program.lower(*given, array((ROWS, PAGES_PER_ROW)), context, array((ROWS,))).compile()
+    names = ("params", "target_params", "pools", "tables", "context", "anchor")
+    rest = array((ROWS, PAGES_PER_ROW)), context, array((ROWS,))
+    compiled = program.lower(**dict(zip(names, (*given, *rest), strict=True))).compile()
     size = PAGES * PAGE_SIZE * words * 2 * 128 * 2 // tp
     return facts_of(compiled, large=size), size * len(pools)
 
@@ -58,7 +60,7 @@ def check(facts: Facts, pools: int) -> None:
     assert not facts.host_transfers, f"the host is asked: {facts.host_transfers}"
 
 
-@pytest.mark.parametrize(("pair", "tp"), [("Qwen3-4B", 1), ("Qwen3-4B", 4), ("default", 1)])
+@pytest.mark.parametrize(("pair", "tp"), [("Qwen3-4B", 1), ("Qwen3-4B", 4), ("Qwen3-4B" + SECOND, 1), ("default", 1)])
 def test_pages_are_written_in_place(pair: str, tp: int) -> None:
     check(*proposal(pair, tp))
 

@@ -149,7 +149,7 @@ def bulk_program(target: TargetFunctions, plan: BulkPlan, stop_ids: tuple[int, .
         carry = lax.while_loop(unfinished, one, (jnp.int32(1), first, answers, done, written, cache))
         return carry[2], carry[4]
 
-    return jax.jit(program, compiler_options=dict(target.platform.loop_options))
+    return jax.jit(program, compiler_options=dict(target.platform.compiler_options))
 
 
 def bulk_answers(

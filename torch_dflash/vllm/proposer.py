@@ -20,7 +20,7 @@ from bridge.positions import block_positions
 from bridge.views import Params, call_foreign
 from torch_dflash.errors import InputError
 from torch_dflash.vllm.pair import Setup, load_served, served_config
-from torch_dflash.vllm.step import Batch, Context, Served, propose, take_context
+from torch_dflash.vllm.step import Batch, Context, Served, propose_program, take_context
 
 LAYER = "draft_layer.{}"  # names of the drafter's layers among vLLM's K/V caches
 
@@ -72,7 +72,7 @@ class TorchDFlash:
         hidden, whole = self.platform.sharding(None, "model"), self.platform.sharding()
         self._take_context = jax.jit(partial(take_context, served), out_shardings=Context(hidden, whole, whole, whole))
         self._anchors = jax.jit(partial(_noise, self.block_size, self.mask_token_id), out_shardings=whole)
-        self._propose = jax.jit(partial(propose, served), donate_argnames="pools")
+        self._propose = propose_program(served)
 
     def prepare_inputs(
         self,

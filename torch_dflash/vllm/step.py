@@ -6,6 +6,7 @@ layers, D target hidden size, E drafter hidden size, L drafter layers, M pages p
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -110,6 +111,12 @@ def propose(
         likeliest(served.platform),
     )
     return pools, ids
+
+
+def propose_program(served: Served) -> Any:
+    """`propose`, compiled; the pools are donated."""
+    options = dict(served.platform.compiler_options)
+    return jax.jit(partial(propose, served), donate_argnames="pools", compiler_options=options)
 
 
 def _attend(served: Served, pools: Sequence[Pool], tables: Array, length: Array) -> Callable[..., Any]:
