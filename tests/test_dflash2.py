@@ -28,6 +28,7 @@ from torch_dflash.models.dflash2 import convolve
 from torch_dflash.options import Choice, row_options
 from torch_dflash.pair import load_drafter, load_target
 from torch_dflash.sampling import choose
+from torch_dflash.train.export import drafter_fields
 
 TOLERANCE = 2e-4
 DFLASH_2 = {"selector_rank": 6, "selector_top_k": 4, "conv_kernel_size": 3, "conv_group_size": 8}
@@ -278,6 +279,16 @@ def test_v1_drafters_may_have_scales(tmp_path: Path) -> None:
         for config in (scaled.config, replace(scaled.config, scales=Scales()))
     )
     assert trace == with_scales != without
+
+
+def test_an_exported_config_is_read_as_it_was(tiny2: Loaded, tmp_path: Path) -> None:
+    """Scales that change nothing are not written: readers of v1 drafters need not know them."""
+    first = replace(tiny2.config, selector=None, convolution=None)
+    for config in (tiny2.config, replace(tiny2.config, scales=Scales()), first, replace(first, scales=Scales())):
+        fields = drafter_fields(config)
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert read_drafter_config(tmp_path) == config
+        assert ("output_multiplier" in fields["dflash_config"]) == (config.scales != Scales())
 
 
 def test_fields_may_stand_on_either_level(tmp_path: Path) -> None:

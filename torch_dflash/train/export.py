@@ -96,6 +96,9 @@ def drafter_fields(config: DrafterConfig) -> dict[str, Any]:
 
 
 def _scale_fields(scales: Scales) -> dict[str, Any]:
+    """None where they change nothing: readers older than they are take such a drafter."""
+    if scales == Scales():
+        return {}
     return {
         "final_logit_softcapping": scales.softcapping,
         "input_embedding_scale": scales.input_embedding,
