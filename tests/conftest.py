@@ -16,23 +16,6 @@ from torch_dflash import Pair, load_pair
 torch.set_num_threads(1)
 
 MOST_MAPPINGS = 8_000
-# Minutes each: they come first, or one core would be left with the last of them.
-SLOWEST = (
-    "train_command",
-    "scripts",
-    "readme",
-    "notebook",
-    "spread",
-    "stacked",
-    "schedules",
-    "eagle3",
-    "train_selector",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    ranks = {f"test_{name}.py": rank for rank, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 
 
 @pytest.fixture(autouse=True)
