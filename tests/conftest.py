@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 import torch
-from helpers import Loaded, golden, load, write_drafter, write_target
+from helpers import Loaded, golden, load, second, write_drafter, write_target
 from jax.experimental.compilation_cache import compilation_cache
 from layout_files import write_pair
 
@@ -49,6 +49,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = tmp_path_factory.mktemp("tiny")
     write_target(folder / "target")
     write_drafter(folder / "draft")
+    return load(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """`tiny` with a DFlash 2 drafter."""
+    folder = tmp_path_factory.mktemp("dflash2")
+    write_target(folder / "target")
+    write_drafter(folder / "draft", **second())
     return load(folder)
 
 

@@ -53,6 +53,14 @@ DRAFTER = TARGET | {
     "num_target_layers": 2,
     "dflash_config": {"mask_token_id": 11, "target_layer_ids": [1, 0]},
 }
+DFLASH_2 = {"selector_rank": 6, "selector_top_k": 4, "conv_kernel_size": 3, "conv_group_size": 8}
+SCALES = {"input_embedding_scale": 0.7, "output_multiplier": 0.6, "final_logit_softcapping": 4.0}
+
+
+def second(**changes: Any) -> dict[str, Any]:
+    """Changes to a drafter's config.json that make it a DFlash 2 drafter."""
+    own = {**DRAFTER["dflash_config"], **DFLASH_2, **SCALES, **changes}
+    return {"architectures": ["DFlash2DraftModel"], "dflash_config": own}
 
 
 @dataclass(frozen=True)

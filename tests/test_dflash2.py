@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 import torch
 from config_files import ABSENT, assert_line, drafter
-from helpers import DRAFTER, GOLDEN, Loaded, compilations, golden_data, golden_pair, load, prompt_of, write_drafter
+from helpers import (
+    DFLASH_2,
+    DRAFTER,
+    GOLDEN,
+    SCALES,
+    Loaded,
+    compilations,
+    golden_data,
+    golden_pair,
+    load,
+    prompt_of,
+    write_drafter,
+)
 from helpers import write_target as write_random_target
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,22 +43,6 @@ from torch_dflash.sampling import choose
 from torch_dflash.train.export import drafter_fields
 
 TOLERANCE = 2e-4
-DFLASH_2 = {"selector_rank": 6, "selector_top_k": 4, "conv_kernel_size": 3, "conv_group_size": 8}
-SCALES = {"input_embedding_scale": 0.7, "output_multiplier": 0.6, "final_logit_softcapping": 4.0}
-
-
-def second(**changes: Any) -> dict[str, Any]:
-    """Changes to a drafter's config.json that make it a DFlash 2 drafter."""
-    own = {**DRAFTER["dflash_config"], **DFLASH_2, **SCALES, **changes}
-    return {"architectures": ["DFlash2DraftModel"], "dflash_config": own}
-
-
-@pytest.fixture(scope="module")
-def tiny2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    folder = tmp_path_factory.mktemp("dflash2")
-    write_random_target(folder / "target")
-    write_drafter(folder / "draft", **second())
-    return load(folder)
 
 
 def full_blocks(prompt: dict[str, Any]) -> list[dict[str, Any]]:

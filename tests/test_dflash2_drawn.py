@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import sampling_twins
 import torch
-from helpers import Loaded, load, prompt_of, write_drafter, write_target
-from test_dflash2 import second
+from helpers import Loaded, load, prompt_of, second, write_drafter, write_target
 
 from torch_dflash import Sampling, generate, reference
 

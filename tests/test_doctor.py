@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers import BYTES_PAIR, Loaded, changed_draft, load, prompt_of, write_drafter, write_target
 from safetensors.torch import load_file, save_file
-from test_dflash2 import second
 
 from bridge.views import take_params
 from torch_dflash import reference
@@ -222,14 +221,6 @@ LAYERS = (
     DraftLayer(causal=True, window=3),
     DraftLayer(causal=False, window=2),
 )
-
-
-@pytest.fixture(scope="module")
-def tiny2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    folder = tmp_path_factory.mktemp("dflash2")
-    write_target(folder / "target")
-    write_drafter(folder / "draft", **second())
-    return load(folder)
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

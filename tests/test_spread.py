@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import Loaded, write_drafter, write_target
-from test_dflash2 import second
+from helpers import Loaded, second, write_drafter, write_target
 
 from torch_dflash.config_reader import read_drafter_config, read_target_config
 from torch_dflash.errors import InputError

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import BYTES_PAIR, Loaded, golden_pair, write_drafter
+from helpers import BYTES_PAIR, Loaded, golden_pair, second, write_drafter
 from safetensors.numpy import load_file, save_file
-from test_dflash2 import second
 from test_train_command import run_in, some_answers
 from test_train_loop import HELD_OUT, TRAINING_PROMPTS, answers_of
 from test_train_loss import ANCHORS, EXPONENTIAL, LENGTHS, USED, batch_of, eager_block, features_of, frozen_of

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import Loaded, compilations, load, prompt_of, write_drafter, write_target
-from test_dflash2 import second
+from helpers import Loaded, compilations, load, prompt_of, second, write_drafter, write_target
 from vllm_runner import Runner, setup_for
 
 from torch_dflash.errors import InputError
